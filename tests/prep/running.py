@@ -1,4 +1,4 @@
-"""Runs the `prep` command as a user does, and looks at what it leaves behind: files and processes."""
+"""Runs the `prep` command as a user does, and examines the files and processes that it leaves."""
 
 import atexit
 import hashlib
@@ -32,7 +32,7 @@ ENGINES = ("processes", "ray")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended."""
+    """Outcome of a command."""
 
     status: int
     stdout: str
@@ -40,12 +40,12 @@ class Ran:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `--json` printed."""
+        """Output of `--json`."""
         return dict(json.loads(self.stdout))
 
     @property
     def error(self) -> str:
-        """The message of a user's mistake, or of a refusal by a bucket, which must be two lines and nothing else."""
+        """Message of a user error, or of a refusal by a bucket; the output must be exactly two lines."""
         lines = messages(self.stderr)
         assert self.status in (2, 3), f"status {self.status}: {self.stderr}"
         assert len(lines) == 2, self.stderr
@@ -54,12 +54,12 @@ class Ran:
 
 
 def messages(stderr: str) -> list[str]:
-    """The lines of what a command said on standard error that are not about its progress."""
+    """Return the lines on standard error that do not report progress."""
     return [line for line in stderr.splitlines() if not re.match(r"\S+Z \[[0-9:]+\] ", line)]
 
 
 def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:
-    """Runs `prep` to its end; fails when the exit status is not `status` (None takes any)."""
+    """Run `prep` to completion; fail if the exit status is not `status` (None accepts any)."""
     process = start(*arguments, **environment)
     stdout, stderr = process.communicate(timeout=240)
     assert status is None or process.returncode == status, f"status {process.returncode}\n{stdout}\n{stderr}"
@@ -68,7 +68,7 @@ def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:
 
 @cache
 def folder_of_a_user() -> Path:
-    """A folder with Python files that neither a command nor its workers may import."""
+    """Create a folder with Python files that neither a command nor its workers may import."""
     folder = Path(mkdtemp())
     atexit.register(shutil.rmtree, folder)
     for name in ("clipmill", "numpy", "prep", "shards", "statistics", "av", "ffmpeg"):
@@ -77,7 +77,7 @@ def folder_of_a_user() -> Path:
 
 
 def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
-    """Starts `prep` and does not wait."""
+    """Start `prep` without waiting for it."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "clipmill.prep.cli", *map(str, arguments)],
         cwd=folder_of_a_user(),
@@ -94,7 +94,10 @@ def _no_ray(**settings: object) -> Engine:
 
 
 def prep_here(*arguments: object, status: int | None = 0) -> Ran:
-    """`prep` in this process, which has imported it already; it must not start Ray, which takes seconds."""
+    """Run `prep` in this process, which has already imported it.
+
+    Ray takes seconds to start, so the command must not start it.
+    """
     with (
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(StringIO()) as stdout,
@@ -111,16 +114,17 @@ def prep_here(*arguments: object, status: int | None = 0) -> Ran:
 
 
 def manifest(data: Path, videos: Path, *options: object) -> None:
-    """`prep manifest folder`, whatever it removes."""
+    """Run `prep manifest folder`, whatever it removes."""
     prep_here("manifest", "folder", videos, "--data", data, "--yes", *options)
 
 
 def chunk(
     data: Path, *settings: object, engine: str = "processes", status: int | None = 0, **environment: str
 ) -> dict[str, Any]:
-    """`prep chunk --json`; its summary.
+    """Run `prep chunk --json`; return its summary.
 
-    A process of its own has what needs an `environment`, and Ray, which would stay in this one.
+    The command runs in a separate process if it needs an `environment`, or Ray, which would otherwise stay in this
+    process.
     """
     flags = ("chunk", "--data", data, "--json", "--engine", engine, "--workers", 2, *settings)
     if engine == "ray" or environment:
@@ -129,12 +133,12 @@ def chunk(
 
 
 def variant_folder(data: Path, summary: dict[str, Any]) -> Path:
-    """Folder of the variant that a run made."""
+    """Return the folder of the variant that a run made."""
     return data / "video" / str(summary["variant"])
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder by its path in it, without the lock's."""
+    """Return the SHA-256 of every file in a folder by its relative path, without the lock."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -143,14 +147,14 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def identities(folder: Path) -> dict[str, tuple[int, int]]:
-    """(inode, time of change in ns) of every file below a folder: the same when nobody touched it."""
+    """Return (inode, change time in ns) of every file in a folder; the values stay the same for untouched files."""
     states = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
     return {name: (state.st_ino, state.st_mtime_ns) for name, state in states.items() if not name.endswith(".lock")}
 
 
 @dataclass(frozen=True)
 class Process:
-    """A running process of a command that was started with a mark in its environment."""
+    """Running process of a command that was started with a mark in its environment."""
 
     pid: int
     parent: int
@@ -161,7 +165,7 @@ class Process:
         return "ffmpeg" in Path(self.arguments[0]).name and "-progress" in self.arguments
 
     def kill(self) -> None:
-        """SIGKILL; it may have ended already."""
+        """Send SIGKILL; the process may already have ended."""
         try:
             os.kill(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -169,7 +173,7 @@ class Process:
 
 
 def processes(mark: str) -> Iterator[Process]:
-    """All running processes with `mark` in the environment variable MARK, zombies left out."""
+    """Yield all running processes with `mark` in the environment variable MARK, except zombies."""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -183,7 +187,7 @@ def processes(mark: str) -> Iterator[Process]:
 
 
 def running(pid: int) -> Process | None:
-    """The process of an ID; None if it has ended or is a zombie."""
+    """Return the process with an ID; None if it has ended or is a zombie."""
     folder = Path("/proc", str(pid))
     try:
         arguments = (folder / "cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
@@ -194,24 +198,24 @@ def running(pid: int) -> Process | None:
 
 
 def wait_until_none(find: Callable[[], Sequence[object]], *, seconds: float) -> None:
-    """Waits until nothing is found any more; fails with what still is."""
+    """Wait until `find` returns nothing; otherwise fail with what remains."""
     deadline_s = time.monotonic() + seconds
     while remaining := find():
-        assert time.monotonic() < deadline_s, f"still there: {remaining}"
+        assert time.monotonic() < deadline_s, f"not gone: {remaining}"
         time.sleep(0.05)
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
-    """Waits for something that must come; fails when it does not."""
+    """Wait for a condition that must become true; fail if it does not."""
     deadline_s = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come about"
+        assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.05)
 
 
 @contextmanager
 def failing(call: str, error: int, *, of: str) -> Iterator[None]:
-    """Lets a call of the operating system fail for files whose path ends so, temporary names included."""
+    """Let an operating system call fail for files whose path ends with `of`, also under a temporary name."""
     real = getattr(os, call)
 
     def fail(target: object, *arguments: object, **options: object) -> object:

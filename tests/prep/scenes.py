@@ -1,4 +1,4 @@
-"""Videos of scenes with known cuts, whose frames carry their number in a corner, and ways to cut them into chunks."""
+"""Videos of scenes with known cuts, whose frames carry their number in a corner, and functions that chunk them."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -28,11 +28,14 @@ RECIPE = resolve(
     Recipe(cut="shots", detector="content", len="2s", min_len="1s", preset="ultrafast", short_side=96),
     ffmpeg_version=find_ffmpeg().version,
 )
-_COLOURS = ((240, 60, 60), (10, 10, 60), (60, 230, 60), (50, 10, 50))  # light and dark in turn
+_COLOURS = ((240, 60, 60), (10, 10, 60), (60, 230, 60), (50, 10, 50))  # alternately light and dark
 
 
 def scene_pictures(scenes: list[int]) -> np.ndarray:
-    """One plain colour per scene; `scenes` are numbers of frames. uint8 [frames, HEIGHT, WIDTH, 3], RGB."""
+    """Return the frames of scenes in one plain colour each; `scenes` are numbers of frames.
+
+    The array is uint8 [frames, HEIGHT, WIDTH, 3], RGB.
+    """
     pictures = np.empty((sum(scenes), HEIGHT, WIDTH, 3), np.uint8)
     first = 0
     for scene, frames in enumerate(scenes):
@@ -54,7 +57,7 @@ def write_scenes(
     variable_rate: bool = False,
     rotation_degrees: int = 0,
 ) -> Path:
-    """Writes a video of scenes with `scenes` frames each; a turned one is 120 pixels wide."""
+    """Write a video of scenes with `scenes` frames each; a turned video is 120 pixels wide."""
     pictures = scene_pictures(scenes)
     turned = [np.ascontiguousarray(np.rot90(picture, rotation_degrees // 90)) for picture in pictures]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +75,13 @@ def write_scenes(
 
 
 def scene_number(picture: np.ndarray) -> int:
-    """The number in a decoded frame, grey [H, W] of any size."""
+    """Return the number in a decoded frame, gray [H, W] at any resolution."""
     height, width = picture.shape
     return read_frame_number(picture[: round(height * _CODE_HEIGHT / HEIGHT), : round(width * _CODE_WIDTH / WIDTH)])
 
 
 def run_here(data: Path, *settings: str) -> dict[str, Any]:
-    """`prep chunk --json` without workers; its summary."""
+    """Run `prep chunk --json` without workers; return its summary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.prep.engines.choice.open_engine", lambda *names, **given: Here())
         return prep_here("chunk", "--data", data, "--json", *SETTINGS, *QUICK, *settings).summary

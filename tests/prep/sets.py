@@ -1,4 +1,4 @@
-"""A small shard set to look after, and the commands run in this process."""
+"""Small shard set for tests, and commands that run in this process."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ NASTY = '<script>alert("x")</script> & more'
 
 
 def make_set(folder: Path, *settings: object) -> Path:
-    """Two videos of 5 and 3 s in two splits, one with captions, and a text posing as a third: 5 chunks in 2 shards."""
+    """Create 5 chunks in 2 shards: two videos of 5 and 3 s in two splits, one with captions, and a text as a third."""
     videos, data = folder / "videos", folder / "data"
     videos.mkdir(parents=True)
     for name, num_frames in (("long", 150), ("short", 90)):
@@ -39,7 +39,7 @@ def make_set(folder: Path, *settings: object) -> Path:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """A copy of the set that a test may damage."""
+    """Copy of the set that a test may damage."""
 
     data: Path
 
@@ -63,13 +63,16 @@ class ShardSet:
 
 
 def rerun(prep: Callable[..., Ran], shard_set: ShardSet, *settings: object) -> dict[str, Any]:
-    """`prep chunk` in this process; its summary. The text that poses as a video makes the first run fail."""
+    """Run `prep chunk` in this process; return its summary.
+
+    The text file named as a video makes the first run fail.
+    """
     engine = ("--engine", "processes", "--workers", 2)
     return prep("chunk", "--data", shard_set.data, "--json", *engine, *settings, status=None).summary
 
 
 def flip(path: Path, offset: int) -> None:
-    """Changes one byte, and puts the time of the last change back, as decay on a disk does."""
+    """Change one byte and restore the modification time, as decay on a disk does."""
     state = path.stat()
     content = bytearray(path.read_bytes())
     content[offset] ^= 0xFF
@@ -90,5 +93,5 @@ def shard_set(made_set: Path, tmp_path: Path) -> ShardSet:
 
 @pytest.fixture
 def prep() -> Callable[..., Ran]:
-    """`prep ARGUMENTS` in this process; fails when the exit status is not `status`."""
+    """Return a function that runs `prep ARGUMENTS` in this process and fails if the exit status is not `status`."""
     return prep_here

@@ -1,4 +1,4 @@
-"""`prep` whose workers wait before each chunk of `brightness`, so that a test finds the time to kill them."""
+"""`prep` whose workers wait before each chunk of `brightness`, so that a test has time to kill them."""
 
 import time
 from typing import Any
@@ -16,7 +16,7 @@ def _slowly(chunk: Chunk, **settings: Any) -> Any:
     return _measure(chunk, **settings)
 
 
-brightness.measure = _slowly  # in workers too, which load the main module of the command
+brightness.measure = _slowly  # also in workers, which load the main module of the command
 
 if __name__ == "__main__":
     from clipmill.prep.cli import main

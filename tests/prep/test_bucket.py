@@ -1,6 +1,7 @@
-"""`prep` with a data folder in a bucket of a real S3 server, through a proxy that delays, refuses and cuts answers.
+"""Tests of `prep` with a data folder in a bucket of a real S3 server.
 
-A bucket ends with the same objects, byte for byte, as a local data folder has files.
+A proxy delays, rejects and cuts responses. At the end, the objects in the bucket equal the files in a local data
+folder, byte for byte.
 """
 
 import shutil
@@ -34,7 +35,7 @@ LEN = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 64, "--engine"
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two synthetic videos with captions, one of each split."""
+    """Create two synthetic videos with captions, one per split."""
     folder = tmp_path_factory.mktemp("bucket") / "videos"
     prep_here("manifest", *synthetic(folder), "--data", folder.with_name("first"))
     return folder
@@ -42,7 +43,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chunks(videos: Path) -> Path:
-    """A local data folder with two shards of chunks."""
+    """Create a local data folder with two shards of chunks."""
     data = videos.with_name("local")
     prep_here("manifest", *synthetic(videos), "--data", data)
     prep_here("chunk", *LEN, "--workers", 1, "--data", data)
@@ -56,7 +57,7 @@ def _own_scratch(other_machine: Callable[[], Path]) -> None:
 
 @dataclass
 class Elsewhere:
-    """An engine whose worker is on another machine: for each task, it has neither local files nor mirrors."""
+    """Engine whose worker acts as if on a different machine: for each task, it has neither local files nor mirrors."""
 
     copy: Path
     patch: pytest.MonkeyPatch
@@ -82,7 +83,7 @@ class Elsewhere:
 
 
 def synthetic(videos: Path) -> tuple[object, ...]:
-    """Arguments of `prep manifest`; the videos are made once."""
+    """Return the arguments of `prep manifest`; the videos are made once."""
     return "synthetic", "--videos", 2, "--minutes", 0.1, "--out", videos
 
 
@@ -102,7 +103,7 @@ def test_a_worker_that_shares_nothing_works_through_the_bucket(
 
 @pytest.fixture
 def data(chunks: Path, bucket: str) -> str:
-    """A copy of the chunks in a bucket."""
+    """Return a copy of the chunks in a bucket."""
     upload(chunks, f"{bucket}/data")
     return f"{bucket}/data"
 
@@ -134,7 +135,7 @@ def test_gc_removes_what_no_commit_names(data: str, chunks: Path, faults: Faults
     faults.set()
     prep_here("gc", "--data", data)
     num_deletions = sum(path.endswith("?delete") for _, path in faults.seen().requests)
-    assert num_old > 10 > num_deletions  # two of which are of the server's time
+    assert num_old > 10 > num_deletions  # two of the deletions probe the server's clock
     assert {info.key.split("/")[1] for info in objects.list("video")} != {variant.split("/")[1]}
     assert not any(info.key.startswith(variant) for info in objects.list())
 
@@ -166,7 +167,7 @@ def test_the_table_of_chunks_is_fetched_only_where_it_is_needed(data: str, chunk
         faults.set()
         prep_here(*command, "--data", data)
         methods = [method for method, path in faults.seen().requests if path.endswith("/chunks.arrow")]
-        assert methods == ["GET"] * num_requests, command  # of the schema by range: its size, and itself
+        assert methods == ["GET"] * num_requests, command  # the schema by range: the size request and the data request
     assert contents_of(data) == contents(chunks)
 
 
@@ -240,7 +241,7 @@ def test_a_run_that_lost_its_lock_stops_and_publishes_nothing_more(
     monkeypatch.setattr("clipmill.prep.engines.processes.ProcessEngine", lambda num_workers: Here())
     ran = prep_here("chunk", *LEN, "--workers", 1, "--data", data, status=1)
     assert "taken over by process 7 on node1" in ran.stderr and "run the same command again" in ran.stderr
-    left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this one
+    left = {key for key in contents_of(data) if "/.tmp-" not in key}  # the next run removes the token of this run
     assert left == contents(chunks).keys() - {*commits}
 
 
@@ -300,7 +301,7 @@ def test_advise_reads_from_the_bucket(data: str, faults: Faults) -> None:
 
 def test_a_copied_data_folder_is_read_once(data: str, faults: Faults) -> None:
     objects = open_objects(data)
-    time.sleep(1.1)  # the server's times are whole seconds
+    time.sleep(1.1)  # the server's timestamps have a resolution of one second
     for info in list(objects.list()):
         if info.key.endswith((".tar", ".idx", ".arrow")):
             objects.write(info.key, objects.read(info.key))

@@ -1,4 +1,4 @@
-"""`prep` in buckets as people have them: markers of folders, objects of others, refusals, open uploads."""
+"""Tests of `prep` in buckets as users have them: folder markers, foreign objects, refusals, open uploads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def _own_scratch(other_machine: Callable[[], Path]) -> None:
 
 @pytest.fixture
 def data(made_set: Path, bucket: str) -> str:
-    """A copy of a small set in a bucket."""
+    """Return a copy of a small set in a bucket."""
     upload(made_set, f"{bucket}/data")
     return f"{bucket}/data"
 
@@ -47,7 +47,7 @@ def test_markers_are_no_data_and_foreign_names_stop_nothing(s3: S3Server, data: 
     before = s3.keys(bucket)
     assert all(f"data/{name}" in before for name in (*MARKERS, *FOREIGN))
     prep_here("status", "--data", data)
-    prep_here(*CHUNK, "--data", data)  # a source is no video, as the first run has reported
+    prep_here(*CHUNK, "--data", data)  # the first run reported the source that is not a video
     prep_here("verify", "--data", data)
     ran = prep_here("gc", "--data", data)
     left = [line for line in ran.stdout.splitlines() if line.startswith("left ")]
@@ -55,7 +55,7 @@ def test_markers_are_no_data_and_foreign_names_stop_nothing(s3: S3Server, data: 
     assert any(r"line\x01: not part of the format" in line for line in left)
     assert set(prep_here("gc", "--data", data, "--json").summary["unknown"]) == set(FOREIGN)
     assert {key for key in s3.keys(bucket) if not key.endswith(".lock")} == before
-    (recipe := open_data(data) / "scores/new-0123abcd/recipe.json").parent.mkdir(parents=True)  # there is a marker
+    (recipe := open_data(data) / "scores/new-0123abcd/recipe.json").parent.mkdir(parents=True)  # creates a marker
     publish_bytes(recipe, b"{}")
 
 
@@ -130,7 +130,7 @@ def test_commits_that_arrive_after_a_gc_are_named_by_all_and_removed_by_gc(data:
     assert f"removed    {late} (1 file, " in ran.stdout and "left" not in ran.stdout
     assert contents_of(data) == before and "new-0123abcd" not in prep_here("status", "--data", data).stdout
     prep_here("verify", "--data", data)
-    # Whatever else is in such a folder is of others.
+    # All other objects in such a folder are foreign.
     for name in ("commits/000000.json", "mine.txt"):
         objects.write(f"{late}/{name}", objects.read(commit))
     assert f"left       {late}: not part of the format" in prep_here("gc", "--data", data).stdout

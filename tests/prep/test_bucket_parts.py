@@ -1,4 +1,4 @@
-"""`--part K/N` in a bucket: parts on machines that share nothing else know each other."""
+"""Tests of `--part K/N` in a bucket: parts on machines that share only the bucket detect each other."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ Machine = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with five videos and eleven texts, and nothing made of them."""
+    """Create a data folder with a manifest of five videos and eleven texts, and nothing else."""
     folder = tmp_path_factory.mktemp("parts")
     for number in range(5):
         path, num_frames = folder / f"videos/{number}.mp4", 60 + 30 * number
@@ -46,7 +46,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The working copy of a machine, by the machine's name; all of them are used by this process."""
+    """Return a function that returns the working copy of a machine, by name; this process uses all of them."""
     monkeypatch.setattr(mirrors, "_mounted", {})
 
     def attach(name: str) -> Path:
@@ -62,7 +62,7 @@ def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac
 
 @contextmanager
 def running(data: Path, part: str, *, makes: str = "a") -> Iterator[PartRun]:
-    """A part that has begun to make its shards."""
+    """Run a part that has started to make its shards."""
     with writing_part(data, Part.parse(part), column="video") as run:
         run.agree(makes, where=None)
         run.begin()
@@ -70,7 +70,7 @@ def running(data: Path, part: str, *, makes: str = "a") -> Iterator[PartRun]:
 
 
 def locks_of(bucket: str) -> dict[str, bool]:
-    """Whether the leases of parts are held, by name."""
+    """Return whether each lease of a part is held, by name."""
     return {
         info.key: not leases.is_released(info)
         for info in open_objects(bucket).list()
@@ -79,7 +79,7 @@ def locks_of(bucket: str) -> dict[str, bool]:
 
 
 def is_elsewhere(bucket: str, key: str, *, sign: int = 0) -> None:
-    """Make the holder of a lease a process of a machine of which nothing is known here."""
+    """Make the holder of a lease a process on an unknown machine."""
     objects = open_objects(bucket)
     record = json.loads(objects.read(key))
     objects.write(
@@ -116,7 +116,7 @@ def test_parts_on_two_machines_one_of_them_killed_leave_the_bytes_of_one_command
     probed = [path for method, path in faults.seen().requests if method == "PUT" and path.endswith("/probes.parquet")]
     assert len(probed) == 1, "both parts probed the sources"
     faults.set()
-    if not ended["is_last"]:  # it ended before the other was killed
+    if not ended["is_last"]:  # the part ended before the other one was killed
         assert ended["num_running"] == 1
     else:
         assert ended["not_made"] == {"2/2": 1}
@@ -135,7 +135,7 @@ def test_of_a_part_and_a_command_without_one_the_second_is_refused(machine: Mach
             column_lock(machine("b")).__enter__()
         assert leases.is_released(open_objects(bucket).info(".lock")), "the refused command kept its lock"
         with column_lock(machine("b"), column="latents"):
-            pass  # columns do not exclude each other
+            pass  # locks of different columns are independent
     with column_lock(machine("a")):
         with pytest.raises(UserError, match="another command is writing"):
             writing_part(machine("b"), Part(1, 2), column="video").__enter__()
@@ -196,7 +196,7 @@ def test_other_parts_wait_for_the_first_and_then_have_what_it_published(
         machine("b")
         second.start()
         publish_bytes(machine("a") / "probes.parquet", b"of the first")
-        assert not joined.wait(0.3), "it did not wait"
+        assert not joined.wait(0.3), "the part did not wait"
         first.begin()
         second.join()
         assert joined.is_set() and first.is_first
@@ -220,7 +220,7 @@ def test_a_part_that_died_on_another_machine_does_not_block_and_cannot_publish(
         with running(machine("b"), "2/2") if next_command == "part" else column_lock(machine("b")) as other:
             assert other is None or (other.is_first and other.end())
             assert not locks_of(bucket)[key]
-            with pytest.raises(LeaseLost):  # it was only suspended
+            with pytest.raises(LeaseLost):  # the holder was only suspended
                 publish_bytes(machine("a") / "dataset.json", b"{}")
             with pytest.raises(LeaseLost):
                 dead.end()

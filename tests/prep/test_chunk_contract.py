@@ -1,4 +1,4 @@
-"""The contract of a column with one sample for each chunk: what its `make` may yield, and what is derived from it."""
+"""Tests of the contract of a column with one sample per chunk: what its `make` may yield, and what follows from it."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ from tests.tiers import nightly_beyond
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsSettings:
-    """Settings of a column that stores how long chunks are."""
+    """Settings of a column that stores the lengths of chunks."""
 
     unit: str = "frames"
     where: Annotated[str | None, NOT_STORED] = None
@@ -127,7 +127,7 @@ def test_a_condition_selects_chunks_and_is_recorded(shard_set: ShardSet) -> None
 
 def test_a_value_that_is_not_finite_fails_its_chunk_alone(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="not finite")
-    assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard"
+    assert (made.num_chunks, failures(made)) == (3, {"not_finite": 2}), "the first chunk of each shard must fail"
     listed = shard_set.data / "lengths" / made.variant / "failures.jsonl"
     text = work_of(COLUMN).summary_report(made, LengthsSettings(), listed).text
     assert f"then run prep retry --column lengths --data {shard_set.data}\n" in text
@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Callable[[Chunk], Any], str]] = {
 
 
 def make_arrays(chunks: Chunks, recipe: Recipe[LengthsSettings]) -> Iterator[Sample | SourceFailure | Stop]:
-    """Make a sample of each chunk, and something else of the first one of each shard."""
+    """Make a sample of each chunk, and a wrong outcome for the first chunk of each shard."""
     how = recipe.settings.how
     if how == "no generator":
         return None  # type: ignore[return-value]
@@ -188,11 +188,11 @@ ARRAYS_WORK = ChunkWork(
 @pytest.mark.parametrize("how", nightly_beyond(["none", "raises", "array", "field", "start"], WRONG))
 def test_an_outcome_that_is_no_sample_of_its_chunk_is_a_failure_of_this_chunk(shard_set: ShardSet, how: str) -> None:
     made = make_here(ARRAYS, shard_set.data, how=how)
-    assert made.num_chunks == 3 and len(made.failures) == 2, "the first chunk of each shard"
+    assert made.num_chunks == 3 and len(made.failures) == 2, "the first chunk of each shard must fail"
     assert {failure.code for failure in made.failures} == {"not_finite" if how == "array" else "column_error"}
     assert all(WRONG[how][1] in failure.message for failure in made.failures), made.failures
     assert "long_000000000" in {failure.key for failure in made.failures}
-    # The code has been corrected.
+    # Run again with corrected code.
     again = make_here(ARRAYS, shard_set.data, how="right", retry_codes=frozenset({made.failures[0].code}))
     assert (again.num_chunks, again.num_encoded, again.failures) == (5, 2, [])
 
@@ -210,7 +210,9 @@ def test_a_shard_with_another_number_of_outcomes_is_not_committed(shard_set: Sha
     assert made.num_shards == 0 and set(failures(made)) == {"column_error"}
     assert all(message in failure.message for failure in made.failures), made.failures
     assert not list((shard_set.data / "arrays").rglob("*.tar"))
-    assert make_here(ARRAYS, shard_set.data, how="right").num_chunks == 5, "without being asked for"
+    assert make_here(ARRAYS, shard_set.data, how="right").num_chunks == 5, (
+        "failures must be tried again without prep retry"
+    )
 
 
 @pytest.mark.parametrize("name", ["video", "column", "schema", "workers", "data", "json"])
@@ -251,7 +253,7 @@ def test_work_that_cannot_be_used_is_named_with_its_package() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KindsSettings:
-    """A setting of each type."""
+    """Settings with one field of each type."""
 
     on: bool = True
     off: bool = False
@@ -309,7 +311,7 @@ def test_declared_fields_that_the_samples_lack_are_the_mistake_of_the_package(
     groups = {"columns": {"lengths": f"{__name__}:COLUMN"}}
     for folder, declaration in (("right", "FIELDS"), ("wrong", declared)):
         declare(tmp_path / folder, "odd", {**groups, "fields": {"lengths": f"{__name__}:{declaration}"}})
-    for _ in range(2):  # the package is mended, and the table of the right fields is written again
+    for _ in range(2):  # the package is repaired, and the table with the right fields is written again
         with installed_here(tmp_path / "right"):
             make_here(COLUMN, shard_set.data)
             assert len(stored_rows(shard_set.data, "lengths", ["lengths_value"])[0]) == 5
@@ -359,7 +361,7 @@ def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PairsSettings:
-    """Settings of a column that stores how long chunks and the chunks after them are."""
+    """Settings of a column that stores the lengths of chunks and of the chunks after them."""
 
     least: int = 0
     packed: Annotated[bool, STORED_IF_CHANGED] = False
@@ -386,7 +388,7 @@ PAIRS_COLUMN = replace(COLUMN, name="pairs", settings=PairsSettings, work=f"{__n
 
 
 def pairs(data: Path) -> dict[str, tuple[str, bytes]]:
-    """Extension and content of each sample, by key."""
+    """Return the extension and content of each sample, by key."""
     samples = Variant.open(data, column="pairs").iterate()
     members = {sample["__key__"]: [item for item in sample.items() if isinstance(item[1], bytes)] for sample in samples}
     return {key: member for key, (member,) in members.items()}
@@ -407,7 +409,7 @@ def test_a_sample_may_depend_on_the_next_chunk(shard_set: ShardSet) -> None:
         for variant in (Variant.open(shard_set.data, column=name) for name in ("lengths", "pairs"))
     )
     same = {key for key in both if both[key] == alone[key]}
-    assert same == {"long_000004000", "short_000002000"}, "a fingerprint covers the next chunk"
+    assert same == {"long_000004000", "short_000002000"}, "a fingerprint must cover the next chunk"
 
 
 def test_chunks_without_a_sample_are_neither_made_nor_missing(shard_set: ShardSet) -> None:

@@ -1,4 +1,4 @@
-"""Nothing outside of a column's folder names it by a string: shards/columns.py has a row for each."""
+"""Tests that only a column's own folder names it by a string; other code uses the rows in shards/columns.py."""
 
 import ast
 import re
@@ -9,12 +9,12 @@ from clipmill.shards.columns import COLUMNS
 from tests.conftest import ROOT
 
 NAMES = frozenset(COLUMNS)
-# On a line with one of these words, the name of a column is meant: a video, a text and a score are things, too.
+# A line with one of these words means the name of a column; elsewhere, video, text and scores may be ordinary words.
 MEANS_A_COLUMN = re.compile(r"column|variant", re.IGNORECASE)
 EXCEPTIONS = {
     "shards/columns.py",  # the rows
-    "prep/cli.py",  # a first run
-    "train/data/batch.py",  # arrays of a batch; in the others, columns of tables
+    "prep/cli.py",  # the commands of a first run
+    "train/data/batch.py",  # arrays of a batch; in the other files, columns of tables
     "prep/video/worker.py",
     "train/tasks/dual_encoder/protocols.py",
     "train/data/producers/captioned_clips.py",  # captions of the manifest
@@ -22,7 +22,10 @@ EXCEPTIONS = {
 
 
 def named_in(path: Path, names: frozenset[str]) -> list[str]:
-    """Literals of a file, without docstrings, that are one of these columns, its command, or its `--column`."""
+    """Return the literals of a file that name one of these columns, its command, or its `--column`.
+
+    Docstrings are ignored.
+    """
     commands = "|".join(f"{COLUMNS[name].command}|{name}" for name in sorted(names))
     told = re.compile(rf"(\bprep ({commands})|--column ({'|'.join(sorted(names))}))(?![\w-])")
     source = path.read_text()

@@ -1,4 +1,4 @@
-"""A process of `prep` loads the modules that its work needs, and no others. Limits only go down."""
+"""Tests that a process of `prep` loads only the modules that its work needs. The limits only go down."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MAX_MODULES_OF_HELP = 19
 MAX_MODULES_OF_A_DRIVER, MAX_LINES_OF_A_DRIVER = 102, 18_244
 MAX_MODULES_OF_A_WORKER, MAX_LINES_OF_A_WORKER = 41, 6_750
-LIST_VARIABLE = "CLIPMILL_TEST_LOADED_MODULES"  # file to which a worker writes what it has loaded
+LIST_VARIABLE = "CLIPMILL_TEST_LOADED_MODULES"  # file to which a worker writes the modules that it has loaded
 
 
 def loaded_modules() -> list[str]:
@@ -52,7 +52,7 @@ def run_driver(data: str) -> None:
 def modules_of_a_run(
     tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]
 ) -> tuple[list[str], list[str]]:
-    """The modules that `prep chunk` has loaded when a video has been encoded: in the driver, and in the worker."""
+    """Return the modules that `prep chunk` loads to encode a video: in the driver, and in the worker."""
     folder = tmp_path_factory.mktemp("loaded")
     (folder / "videos").mkdir()
     write_video(folder / "videos" / "v.mp4", seconds=1)

@@ -1,6 +1,6 @@
-"""A column of another package (`tests/plugin_example`): its content, and programs that find it.
+"""Tests of a column from another package (`tests/plugin_example`): its content, and the programs that find it.
 
-Its commands are tested with those of all columns, in `columns/`.
+`columns/` tests its commands together with the commands of all columns.
 """
 
 import os
@@ -30,12 +30,12 @@ from tests.prep.sets import ShardSet
 
 @pytest.fixture(scope="module")
 def plugin_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the package is installed."""
+    """Return an environment in which the package is installed."""
     return example_installed(tmp_path_factory.mktemp("installed"))
 
 
 def start(module: str, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
-    """`prep` as a program of its own."""
+    """Start `prep` as a separate program."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,
@@ -55,13 +55,13 @@ def stored_values_by_key(data: Path) -> dict[str, list[float]]:
 
 
 def brightness(content: bytes) -> np.ndarray:
-    """The mean of every frame, with PyAV alone."""
+    """Compute the mean of every frame with PyAV."""
     with av.open(BytesIO(content), "r", format="mp4") as container:
         return np.array([frame.to_ndarray(format="gray").mean() for frame in container.decode(video=0)], np.float32)
 
 
 def is_worker(process: Process) -> bool:
-    """Whether it may still write a shard."""
+    """Return True if the process may still write a shard."""
     return "multiprocessing.spawn" in " ".join(process.arguments)
 
 
@@ -83,7 +83,7 @@ def test_a_sample_that_differs_from_its_row_is_found() -> None:
 
 
 def half_written(data: Path) -> list[str]:
-    """Shards that are being written, in folders that may vanish while they are listed."""
+    """Return the shards that are being written, in folders that may vanish while they are listed."""
     names = (name for _, _, names in os.walk(data / "brightness") for name in names)
     return [name for name in names if name.startswith(".tmp-") and name.endswith(".tar")]
 
@@ -97,7 +97,7 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
     killed = start("tests.prep.slow_brightness", *flags, "--engine", "processes", **{MARK: mark}, **plugin_environment)
     wait_until(lambda: half_written(data) or killed.poll() is not None, seconds=120)
     killed.send_signal(signal.SIGKILL)
-    assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
+    assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "the run ended before it was killed"
     wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
     assert not list(data.glob("brightness/*/commits/*.json"))
     assert current_variant(data, "brightness") is not None  # the first variant can be read while it grows
@@ -106,7 +106,7 @@ def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
     assert again.returncode == 0, stderr
     summary = Ran(0, stdout, stderr).summary
     assert (summary["num_shards"], summary["num_shards_made"], summary["failures"]) == (2, 2, {})
-    wait_until(lambda: not list(processes(mark)))  # and their temporary files come and go no more
+    wait_until(lambda: not list(processes(mark)))  # until then, their temporary files come and go
     whole = start("clipmill.prep.cli", "brightness", "--data", shard_set.data, "--workers", 1, **plugin_environment)
     assert whole.wait(timeout=240) == 0
     assert contents(data / "brightness") == contents(shard_set.data / "brightness")

@@ -1,4 +1,4 @@
-"""scripts/slurm_prep.sh, under variables as SLURM sets them: which part a task makes, and arrays that are refused."""
+"""Tests of scripts/slurm_prep.sh with SLURM's variables: the part that a task makes, and arrays that are rejected."""
 
 import os
 import stat

@@ -54,9 +54,7 @@ def plugin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugin(plugin_folder: Path) -> Iterator[None]:
-    """Show the plug-in only to the tests of this folder; `finished_folder`, which is set up earlier, installs it
-    itself.
-    """
+    """Show the plug-in only to the tests of this folder; `finished_folder`, set up earlier, installs it itself."""
     with commands_here(plugin_folder):
         yield
 

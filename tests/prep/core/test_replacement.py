@@ -34,9 +34,7 @@ def num_samples(data: Path, variant: str | None, *, column: str = "video") -> in
 
 @pytest.fixture(scope="module")
 def finished_folder(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """Create `made/videos` with three videos of two chunks each and a truncated one, and `made/data` with chunks and
-    scores.
-    """
+    """Create `made/videos` with three videos of two chunks and a truncated one; `made/data` has chunks and scores."""
     root = tmp_path_factory.mktemp("replaced")
     for number, name in enumerate("abc"):
         write_video(root / "videos" / f"{name}.mp4", seconds=2, first_number=1000 * number)

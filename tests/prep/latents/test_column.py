@@ -28,9 +28,7 @@ def stored_latents(shard_set: ShardSet) -> dict[str, np.ndarray]:
 
 
 def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict[str, np.ndarray]:
-    """Compute the same with a loop that shares no code with the encoder: decode all frames, crop, resize, encode one by
-    one.
-    """
+    """Compute the latents without code of the encoder: decode all frames, crop, resize, and encode one by one."""
     video = Variant.open(shard_set.data)
     rows: dict[str, list[int]] = {}
     for shard in Variant.open(shard_set.data, column="latents").shards():

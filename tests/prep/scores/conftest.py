@@ -1,4 +1,4 @@
-"""Clips whose scores are known, as chunks of one data folder, and scores made in this process."""
+"""Clips with known scores, as chunks of one data folder, and scores made in this process."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -19,9 +19,9 @@ from tests.prep.running import chunk, manifest
 
 FPS = 30
 WIDTH, HEIGHT = 256, 144
-PIXELS_PER_FRAME = 2  # of what moves
+PIXELS_PER_FRAME = 2  # speed of moving objects
 SPEED = PIXELS_PER_FRAME * FPS / HEIGHT  # in frame heights per second
-SIDE = 64  # of the square that moves
+SIDE = 64  # side length of the moving square in pixels
 CUTS = (7, 50, 97)  # first frames of new shots
 RATE_HZ = 48_000
 LEN = ("--len", "4s", "--preset", "ultrafast", "--short-side", HEIGHT, "--audio", "keep", "--crf", 18)
@@ -29,25 +29,25 @@ Picture = NDArray[np.uint8]
 
 
 def make(data: Path, **settings: Any) -> Summary:
-    """`prep scores` of `data`."""
+    """Make the scores of `data`."""
     return make_here(COLUMN, data, **settings)
 
 
 def rows_of(data: Path) -> dict[str, dict[str, Any]]:
-    """Index rows of the scores by key."""
+    """Return the index rows of the scores by key."""
     shards = Variant.open(data, column=SCORES).shards()
     return {row["key"]: row for shard in shards for row in shard.index.to_pylist()}
 
 
 def texture(seed: int, *, width: int = 1024, height: int = HEIGHT, blur: float = 3) -> Picture:
-    """Grey noise with details of about `blur` pixels."""
+    """Draw gray noise with details of about `blur` pixels."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width)).astype(np.float32)
     smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), blur), noise, 20, 235, cv2.NORM_MINMAX)
     return np.repeat(smooth.astype(np.uint8)[..., None], 3, axis=2)
 
 
 def pan_pictures(frames: range, *, seed: int = 0, blur: float = 3) -> list[Picture]:
-    """A camera that pans over a texture."""
+    """Draw a camera pan over a texture."""
     wide = texture(seed, blur=blur)
     return [wide[:, PIXELS_PER_FRAME * frame : PIXELS_PER_FRAME * frame + WIDTH] for frame in frames]
 
@@ -55,7 +55,7 @@ def pan_pictures(frames: range, *, seed: int = 0, blur: float = 3) -> list[Pictu
 def _object() -> list[Picture]:
     pictures = []
     square = texture(5, width=SIDE, height=SIDE, blur=2)
-    for frame in range(60):  # at 4 s, the square would leave the picture
+    for frame in range(60):  # after 4 s, the square would leave the frame
         picture = texture(1, width=WIDTH).copy()
         picture[40 : 40 + SIDE, 10 + PIXELS_PER_FRAME * frame :][:, :SIDE] = square
         pictures.append(picture)
@@ -97,7 +97,7 @@ def _clips() -> dict[str, list[Picture]]:
 
 
 def voice(seconds: float) -> NDArray[np.float64]:
-    """What a vowel sounds like, four syllables a second: pulses of 120 Hz with energy around 700 and 1,200 Hz."""
+    """Synthesise a vowel with four syllables per second: pulses of 120 Hz with energy around 700 and 1,200 Hz."""
     time_s = np.arange(int(seconds * RATE_HZ)) / RATE_HZ
     harmonics = np.arange(1, 30)[:, None] * 120.0
     strength = np.exp(-(((harmonics - 700) / 250) ** 2)) + 0.6 * np.exp(-(((harmonics - 1200) / 250) ** 2)) + 0.02
@@ -106,7 +106,7 @@ def voice(seconds: float) -> NDArray[np.float64]:
 
 
 def sounds() -> dict[str, NDArray[np.float64]]:
-    """Two seconds of sound by name."""
+    """Return two seconds of each audio signal by name."""
     time_s = np.arange(2 * RATE_HZ) / RATE_HZ
     return {
         "silence": np.zeros(len(time_s)),
@@ -117,7 +117,7 @@ def sounds() -> dict[str, NDArray[np.float64]]:
 
 
 def write_clip(path: Path, pictures: list[Picture], *, sound: NDArray[np.float64] | None = None) -> None:
-    """Write pictures [H, W, 3] at 30 frames per second, nearly without loss, and a mono sound."""
+    """Write images [H, W, 3] at 30 frames per second, nearly lossless, with mono audio."""
     height, width = pictures[0].shape[:2]
     with av.open(str(path), "w") as container:
         video = container.add_stream("libx264", rate=FPS, options={"crf": "8", "preset": "ultrafast"})
@@ -136,7 +136,7 @@ def write_clip(path: Path, pictures: list[Picture], *, sound: NDArray[np.float64
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with the chunks of all clips, and their scores."""
+    """Create a data folder with the chunks of all clips and their scores."""
     folder = tmp_path_factory.mktemp("clips")
     videos, data = folder / "videos", folder / "data"
     videos.mkdir()
@@ -152,5 +152,5 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scores_by_key(clips: Path) -> dict[str, dict[str, Any]]:
-    """The scores of the clips' chunks by key."""
+    """Return the scores of the clips' chunks by key."""
     return rows_of(clips)

@@ -1,4 +1,4 @@
-"""`prep scores` from end to end: what a second run makes again, what verify finds, and where bytes come from."""
+"""End-to-end tests of `prep scores`: reruns, verification, and which bytes are read."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ PROCESSES = ("--engine", "processes")
 
 @pytest.fixture(scope="session")
 def scored_set(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The set of five chunks with scores, made once."""
+    """Create the set of five chunks with scores, once."""
     data = tmp_path_factory.mktemp("scored") / "data"
     shutil.copytree(made_set, data)
     make(data)
@@ -39,7 +39,7 @@ def scored_set(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def scored_copy(scored_set: Path, tmp_path: Path) -> ShardSet:
-    """A copy of it that a test may damage."""
+    """Return a copy of the set that a test may damage."""
     shutil.copytree(scored_set, tmp_path / "scored")
     return ShardSet(tmp_path / "scored")
 

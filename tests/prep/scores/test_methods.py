@@ -1,4 +1,4 @@
-"""The methods behind the scores: the values are those of the libraries run plainly."""
+"""Tests of the methods behind the scores: their values equal plain calls of the libraries."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -63,7 +63,7 @@ def test_cuts_are_those_of_scenedetect_on_the_whole_file(clips: Path, tmp_path: 
     (tmp_path / "chunk.mp4").write_bytes(chunk.mp4)
     plain = [begin.frame_num for begin, _ in detect(str(tmp_path / "chunk.mp4"), ContentDetector(), backend="pyav")[1:]]
     cut_frames = [round(time_s * FPS) for time_s in score_chunk(chunk, cut_threshold=27.0)["cut_times_s"]]
-    # The library alone leaves out cuts in the first half second of a file.
+    # Only the library omits cuts in the first half second of a file.
     assert [frame for frame in cut_frames if frame >= MIN_SHOT_FRAMES] == plain
 
 
@@ -97,8 +97,8 @@ def test_samples_are_frames_that_the_decoder_needs_anyway() -> None:
     ("num_frames", "fps", "every", "samples"),
     [
         (40, 30, 1, [0, 16, 32, 39]),  # every frame is a reference
-        (40, 30, 1000, [0, 16, 32, 39]),  # no frame but the first is one
-        (40, 25, 16, [0, 16, 32, 39]),  # references lie a little farther apart than samples should
+        (40, 30, 1000, [0, 16, 32, 39]),  # only the first frame is a reference
+        (40, 25, 16, [0, 16, 32, 39]),  # references are slightly further apart than samples should be
         (6, 2, 16, [0, 1, 2, 3, 4, 5]),
         (1, 30, 1, [0]),
         (2, 30, 1, [0, 1]),
@@ -129,17 +129,17 @@ def test_slow_changes_and_short_standstills_are_not_frozen() -> None:
     assert frozen_frames(still, num_frames=61, min_frames=30, key_frames=[0]) == pytest.approx(32.5)
     assert frozen_frames(looks((0, 9), (1, 9)), num_frames=2, min_frames=30, key_frames=[0]) == 2
     assert frozen_frames(looks((0, 9), (40, 90)), num_frames=80, min_frames=30, key_frames=[0]) == 0, (
-        "nothing was seen to stand still"
+        "no standstill was observed"
     )
 
 
 @pytest.mark.parametrize(
     ("everywhere", "in_a_block", "behind_a_key_frame", "frozen"),
     [
-        (1, 4, True, 60),  # encoded anew
-        (1, 4, False, 0),  # frames between key frames copy what stands still
-        (0, 4, True, 0),  # something small has moved
-        (9, 12, True, 0),  # all has changed
+        (1, 4, True, 60),  # static content that is encoded again
+        (1, 4, False, 0),  # frames between key frames copy static content
+        (0, 4, True, 0),  # a small object has moved
+        (9, 12, True, 0),  # the complete image has changed
     ],
 )
 def test_a_standstill_lasts_across_key_frames(
@@ -176,7 +176,7 @@ def test_a_moving_object_before_a_blank_wall_is_no_camera() -> None:
     assert flow is not None
     motion = split_motion(flow, texture_mask(before))
     assert motion.camera == 0 and motion.objects > 0.5 * 4 * 20 * 20 / (72 * 128)
-    assert optical_flow(before[:8, :8], after[:8, :8]) is None, "too small for a flow"
+    assert optical_flow(before[:8, :8], after[:8, :8]) is None, "the image is too small for optical flow"
 
 
 def test_sharpness_is_the_variance_of_the_laplacian() -> None:

@@ -1,4 +1,4 @@
-"""`prep inspect --column scores --html`: distributions, pictures, and what an expression keeps."""
+"""Tests of `prep inspect --column scores --html`: distributions, images, and the chunks that an expression keeps."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Scores of clips of which the right values are known."""
+"""Tests of scores on clips whose true values are known."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ FIRST = "_000000000"
 
 @pytest.fixture
 def of(scores_by_key: Scored) -> Any:
-    """The scores of the first chunk of a clip."""
+    """Return a function that returns the scores of a clip's first chunk."""
     return lambda name: scores_by_key[f"{name}{FIRST}"]
 
 
@@ -30,7 +30,7 @@ def test_a_pan_is_motion_of_the_camera(of: Any) -> None:
 def test_what_moves_before_a_still_camera_is_an_object(of: Any) -> None:
     moved, truth = of("object"), SPEED * SIDE**2 / (WIDTH * HEIGHT)
     assert moved["camera_motion"] == 0
-    assert moved["object_motion"] == pytest.approx(truth, rel=0.5), "the flow at its border is the object's too"
+    assert moved["object_motion"] == pytest.approx(truth, rel=0.5), "the flow at its edge belongs to the object too"
     assert moved["motion"] == pytest.approx(moved["object_motion"], rel=0.1)
 
 
@@ -45,7 +45,7 @@ def test_cuts_are_found_at_their_frames(of: Any) -> None:
     shots = of("shots")
     assert shots["cuts"] == len(CUTS)
     assert shots["cut_times_s"] == pytest.approx([frame / FPS for frame in CUTS], abs=1e-5)
-    assert shots["motion"] < 0.01, "no flow is measured across a cut"
+    assert shots["motion"] < 0.01, "flow must not be measured across a cut"
     assert of("pan")["cuts"] == 0 and of("pan")["cut_times_s"] == []
 
 

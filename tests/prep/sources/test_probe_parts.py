@@ -1,4 +1,7 @@
-"""Parts of a run (`--part K/N`) divide the probing, and have the probes of one command, whatever happens to them."""
+"""Tests that parts of a run (`--part K/N`) divide the probing and get the probes of one command.
+
+This holds whatever happens to a part.
+"""
 
 import multiprocessing
 import os
@@ -32,7 +35,7 @@ __all__ = ["leasable"]
 
 @pytest.fixture
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share for each source, and parts that soon look again at the shares of others."""
+    """Use a share per source, and parts that soon check the shares of other parts again."""
     monkeypatch.setattr(probe_parts, "MAX_SOURCES", 1)
     monkeypatch.setattr(parts, "SIGN_INTERVAL_S", 0.1)
     monkeypatch.setattr(locks, "_TRY_INTERVAL_S", 0.02)
@@ -40,7 +43,7 @@ def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The names of the sources that this process gives to its readers, with their number."""
+    """Count the sources that this process passes to its readers, by name."""
     names: Counter[str] = Counter()
     probe_each = probe_processes.probe_each
 
@@ -54,7 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def paths(leasable: Path, write_video: Callable[..., Path]) -> pa.ChunkedArray:
-    """Six sources: good ones with and without an index, a truncated one, and one that is missing."""
+    """Write six sources: good ones with and without an index, a truncated one, and a missing one."""
     videos = leasable / "videos"
     good = [write_video(videos / f"{name}.mp4", seconds=1) for name in ("held", "a", "b")]
     stream, cut = videos / "stream.mkv", videos / "cut.mp4"
@@ -64,7 +67,7 @@ def paths(leasable: Path, write_video: Callable[..., Path]) -> pa.ChunkedArray:
 
 
 def probe_as(part: str, data: Path, paths: pa.ChunkedArray) -> pa.Table:
-    """Probe the sources as a part does, and begin to make shards."""
+    """Probe the sources as a part does, and start to make shards."""
     with writing_part(data, Part.parse(part), column="video") as run:
         table = probe_sources(data, paths, num_workers=1, divide=partial(probe_in_parts, part_run=run))
         run.agree("a", where=None)
@@ -73,13 +76,13 @@ def probe_as(part: str, data: Path, paths: pa.ChunkedArray) -> pa.Table:
 
 
 def in_one_command(folder: Path, paths: pa.ChunkedArray) -> pa.Table:
-    """The probes of a command without `--part`."""
+    """Return the probes of a command without `--part`."""
     (folder / "alone").mkdir()
     return probe_sources(folder / "alone", paths, num_workers=1)
 
 
 def claim(data: Path, part: str) -> str:
-    """The share that a part has noted."""
+    """Return the share that a part has recorded."""
     return locks.holder_of(data / f".video.part-{part.replace('/', '-of-')}.lock").rpartition("\n")[2]
 
 

@@ -1,4 +1,4 @@
-"""The processes that read sources: what kills one, holds it up or fills its memory befalls its own source alone."""
+"""Tests of the processes that read sources: a kill, a delay or a memory shortage affects only the source at fault."""
 
 import fcntl
 import multiprocessing
@@ -29,7 +29,8 @@ from tests.prep.running import chunk, manifest, wait_until
 from tests.prep.scenes import RECIPE, write_scenes
 from tests.prep.sources.test_sources import failures
 
-# Holds a lease on a file: everybody else's `open` of it waits until the lease is given up (45 s at most).
+# Program that holds a lease on a file: `open` in other processes waits until the lease is released (after 45 s at
+# most).
 HOLD = """
 import fcntl, os, signal, sys
 signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -42,7 +43,7 @@ sys.stdin.read()
 
 @contextmanager
 def lease(path: Path) -> Iterator[None]:
-    """A file that cannot be opened as long as this lasts."""
+    """Prevent other processes from opening a file within the block."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -56,14 +57,14 @@ def lease(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def leasable(tmp_path: Path) -> Path:
-    """A folder whose file system knows leases."""
+    """Return a folder on a file system that supports leases."""
     path = tmp_path / "leasable"
     path.touch()
     with path.open("r+b") as file:
         try:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
-            pytest.skip("this file system has no leases")
+            pytest.skip("this file system does not support leases")
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return tmp_path
 
@@ -107,7 +108,7 @@ def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_i
             end_waiting(signal_number, lambda: readers(os.getpid()))
     reading.join(timeout=60)
     assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
-    assert list(outcomes)[-1] == 0, "it is read again when the others are done"
+    assert list(outcomes)[-1] == 0, "the source is read again after all other sources"
     outcome = outcomes[0]
     if code is None:
         assert isinstance(outcome, SourceFacts)
@@ -117,7 +118,7 @@ def test_a_source_whose_reader_is_killed_is_read_again_alone_and_fails_when_it_i
 
 
 def test_a_killed_reader_does_not_change_the_shards_of_videos(leasable: Path, write_video: Callable[..., Path]) -> None:
-    """Before, the run went on without the video, and a later one appended it in a further shard."""
+    """In earlier versions, the run continued without the video, and a later run appended it in an additional shard."""
     for name in ("a", "b"):
         write_video(leasable / f"videos/{name}.mp4", seconds=1)
     recipe = resolve(Recipe(len="1s"), ffmpeg_version=find_ffmpeg().version)
@@ -143,18 +144,18 @@ def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path)
     with lease(path):
         detecting = threading.Thread(target=lambda: plans.append(add_missing_shots(plan, ProcessEngine(num_workers=1))))
         detecting.start()
-        for _ in range(MAX_TRIES):  # as often as an engine tries a task beside the others
+        for _ in range(MAX_TRIES):  # the number of times that an engine tries a task next to others
             end_waiting(signal.SIGKILL, lambda: [int(child.pid or 0) for child in multiprocessing.active_children()])
     detecting.join(timeout=60)
     assert plans[0].plan.num_chunks == 2 and not plans[0].plan.unusable
 
 
 def end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:
-    """Kills one of some processes that waits for a lease, as soon as there is one."""
+    """Kill one of some processes as soon as it waits for a lease."""
     waiting: list[int] = []
 
     def is_waiting() -> bool:
-        waiting.extend(filter(waits_for_lease, among()))  # which not every look sees
+        waiting.extend(filter(waits_for_lease, among()))  # not every check finds the process
         return bool(waiting)
 
     wait_until(is_waiting)
@@ -163,14 +164,14 @@ def end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:
 
 
 def readers(parent: int) -> list[int]:
-    """The readers among the children of a process."""
+    """Return the readers among the children of a process."""
     tasks = Path(f"/proc/{parent}/task").iterdir()
     children = [int(child) for task in tasks for child in _read_if_it_lives(task / "children").split()]
     return [child for child in children if b"probe_processes" in _read_if_it_lives(Path(f"/proc/{child}/cmdline"))]
 
 
 def _read_if_it_lives(path: Path) -> bytes:
-    """A file of a process or thread; nothing of one that has ended since it was listed."""
+    """Read a file of a process or thread; return nothing if it has ended since it was listed."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -178,10 +179,10 @@ def _read_if_it_lives(path: Path) -> bytes:
 
 
 def waits_for_lease(pid: int) -> bool:
-    """Whether a thread of a process waits inside the kernel for a lease to be given up."""
+    """Return True if a thread of a process waits inside the kernel for the release of a lease."""
     try:
         return any("break_lease" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/wchan"))
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
@@ -228,7 +229,7 @@ def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie."""
+    """Return True if a process has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""A source in a bucket, or on a web server, has the results of the same file on a disk, and failures by name."""
+"""Tests of sources in a bucket or on a web server: their results equal the local results, and failures are named."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ CONTAINERS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same video in several containers, whole and without its last bytes; a text, and an empty file."""
+    """Write the same video in several containers, complete and without its last bytes; a text, and an empty file."""
     folder = tmp_path_factory.mktemp("containers")
     scenes = write_scenes(folder / "scenes.mov", [40, 30, 50])
     for name, options in CONTAINERS.items():
@@ -53,7 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def videos(files: Path, bucket: str) -> str:
-    """These files in a bucket."""
+    """Upload the files to a bucket."""
     objects = open_objects(bucket)
     for path in files.iterdir():
         objects.write(f"videos/{path.name}", path.read_bytes())
@@ -62,7 +62,7 @@ def videos(files: Path, bucket: str) -> str:
 
 @pytest.fixture
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files are read in as many requests as large ones."""
+    """Read small files in as many requests as large ones."""
     monkeypatch.setattr(remote, "_SMALL_BYTES", 0)
     monkeypatch.setattr(remote, "_FIRST_BYTES", 700)
     monkeypatch.setattr(remote, "_MAX_BYTES", 3000)
@@ -114,7 +114,7 @@ def test_shots_are_those_of_the_local_file(files: Path, videos: str) -> None:
 
 
 def test_a_long_mp4_is_probed_by_its_ends(tmp_path: Path, bucket: str, faults: Faults) -> None:
-    """The frames of a video may take any space: here, most of it is a box that nobody reads."""
+    """The frames of a video may take any space: most of this file is a box that no probe reads."""
     for name, options in (("first.mp4", ["-movflags", "+faststart"]), ("last.mp4", [])):
         video, long = write_scenes(tmp_path / "short.mov", [30]), tmp_path / name
         subprocess.run([find_ffmpeg().path, "-v", "error", "-y", "-i", video, *COPY, *options, long], check=True)
@@ -140,7 +140,7 @@ def test_planning_reads_a_bucket_by_listing_and_unchanged_sources_not_at_all(
     assert first["fingerprint"].to_pylist()[:3] == [source_fingerprint(files / name) for name in names[:3]]
     faults.set()
     assert probe_sources(tmp_path, paths, num_workers=1).equals(first)
-    assert faults.seen().methods() == {"GET": 1, "HEAD": 1}, "a listing, and the question for the object that is gone"
+    assert faults.seen().methods() == {"GET": 1, "HEAD": 1}, "one listing, and one request for the missing object"
     bucket, _, folder = videos.rpartition("/")
     open_objects(bucket).write(f"{folder}/first.mp4", (files / "last.mp4").read_bytes())
     again = probe_sources(tmp_path, paths, num_workers=1)["fingerprint"].to_pylist()
@@ -174,7 +174,7 @@ def test_faults_that_stay_are_failures_of_the_source(videos: str, faults: Faults
     faults.set(fault)
     assert code_of(lambda: probe(f"{videos}/matroska.mkv")) == code
     faults.set()
-    assert isinstance(probe(f"{videos}/matroska.mkv"), SourceFacts), "and no other source has them"
+    assert isinstance(probe(f"{videos}/matroska.mkv"), SourceFacts), "the other sources are not affected"
 
 
 @pytest.mark.parametrize("is_followed", [False, True])

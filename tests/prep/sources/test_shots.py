@@ -1,4 +1,4 @@
-"""The shots of a source: where PySceneDetect sees them, on the frames that chunks show."""
+"""Tests of the shots of a source: PySceneDetect's cuts on the frames that chunks show."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -45,9 +45,10 @@ def cuts_of(path: Path, *, num_frames: int, detector: Detector) -> list[int]:
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A film, and a lossless file of the pictures that the detector is to see of it.
+    """Create a film, and a lossless file of the frames that the detector should see.
 
-    The film has 24 frames a second, so that some are compared with themselves, and is wide enough to be scaled.
+    The film has 24 frames per second, so that some frames are compared with themselves, and is wide enough to be
+    scaled.
     """
     folder = tmp_path_factory.mktemp("film")
     film, plain = folder / "film.mkv", folder / "plain.avi"
@@ -181,7 +182,7 @@ def test_a_table_of_shots_is_read_back_and_what_is_damaged_or_of_other_videos_is
 
 
 def test_the_code_in_the_corner_is_read(tmp_path: Path) -> None:
-    """Of the tests themselves."""
+    """Check a helper of these tests."""
     with av.open(str(write_scenes(tmp_path / "video.mp4", [5, 5]))) as container:
         numbers = [scene_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]
     assert numbers == list(range(10))

@@ -1,4 +1,4 @@
-"""Sources that cannot be read now fail by name and are read again, and a file that breaks off is found out."""
+"""Tests of sources that are unreadable for a while, which fail by name and are read again, and of truncated files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tests.prep.running import manifest
 
 COPY = ["-c", "copy"]
 VP9 = ["-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"]
-# Containers whose structure says how long they are.
+# Containers whose structure contains their length.
 SIZED = {
     "matroska.mkv": COPY,
     "live.mkv": [*COPY, "-live", "1"],
@@ -47,7 +47,7 @@ SIZED = {
 
 
 def failures(data: Path) -> dict[str, str]:
-    """Code of each source that failed, by its name."""
+    """Return the failure code of each source that failed, by name."""
     listed = (Variant.open(data).directory / "failures.jsonl").read_text().splitlines()
     return {row["video_id"]: row["code"] for row in map(json.loads, listed)}
 
@@ -88,14 +88,14 @@ def test_a_source_that_may_be_read_again_is_read_without_being_asked_for(
     assert failures(data) == {"secret": "source_unreadable"}
     before = (data / "probes.parquet").stat().st_ino
     _chunk_without_privileges(forks, data, status=1)
-    assert (data / "probes.parquet").stat().st_ino == before, "nothing new was learned"
+    assert (data / "probes.parquet").stat().st_ino == before, "the table must not be written again without new probes"
     secret.chmod(0o600)
     _chunk_without_privileges(forks, data, status=0)
     assert len(list(Variant.open(data).iterate())) == 2
 
 
 def _chunk_without_privileges(forks: Forks, data: Path, *, status: int) -> None:
-    """`prep chunk` by a user who may not read every file, as root may."""
+    """Run `prep chunk` as a user who may not read every file, unlike root."""
     words = ["clipmill.prep.cli", "chunk", "--data", data, "--len", "1s", "--engine", "processes", "--workers", "1"]
     environment = {**os.environ, "CLIPMILL_READS_AS_OTHERS": "1"}
     program = [str(forks.python()), "-m", *map(str, words)]
@@ -121,7 +121,7 @@ def test_failures_of_older_rules_are_looked_into_again_and_good_sources_are_not(
 
 @pytest.fixture(scope="module")
 def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Four seconds in each container of SIZED."""
+    """Write four seconds of video in each container of SIZED."""
     folder = tmp_path_factory.mktemp("whole")
     base = Source("base.mp4", Fraction(30), 120, options={"gop": 15}).write(folder)
     for name, options in SIZED.items():

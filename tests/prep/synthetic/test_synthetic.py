@@ -1,4 +1,4 @@
-"""Synthetic videos: every frame says which it is, and captions say what the pictures show."""
+"""Tests of synthetic videos: every frame shows its number, and captions describe the frames."""
 
 from fractions import Fraction
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A small text tower in open_clip's own format, as a user would bring one."""
+"""Small text tower in open_clip's own format, as a user would provide it."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from clipmill.prep.text import tower
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A random model of a name of its own, and its weights in both formats."""
+    """Random model with a unique name, and its weights in both formats."""
 
     model: str
     folder: Path
@@ -31,13 +31,13 @@ class Checkpoints:
         return self.folder / f"{self.model}.pt"
 
     def load(self) -> Any:
-        """The model as open_clip loads it."""
+        """Load the model with open_clip."""
         return open_clip.create_model(self.model, pretrained=str(self.safetensors)).eval()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _tokenizers_are_built_once() -> Iterator[None]:
-    """CLIP's tokenizer takes longer to build than the towers of these tests to encode."""
+    """Build the tokenizer once, because CLIP's takes longer to build than the towers of these tests take to encode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("open_clip.factory.SimpleTokenizer", build_tokenizer)
         yield
@@ -48,7 +48,7 @@ build_tokenizer = cache(open_clip.SimpleTokenizer)
 
 @pytest.fixture(scope="session", params=["together", pytest.param("apart", marks=pytest.mark.nightly)])
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Models whose text tower lies at the top of the state, and in a module of its own."""
+    """Create a model whose text tower is at the top level of the state, or in a separate module."""
     folder = tmp_path_factory.mktemp("checkpoints")
     name = f"small-{request.param}"
     config = {
@@ -63,14 +63,14 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     state = open_clip.create_model(name).state_dict()
     made = Checkpoints(name, folder)
     save_file(state, made.safetensors)
-    # As open_clip's training saves it, from several GPUs.
+    # Save the state as open_clip's training does on several GPUs.
     torch.save({"epoch": 1, "state_dict": {f"module.{key}": value for key, value in state.items()}}, made.torch_file)
     return made
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Encoding on the CPU sets the number of threads; other tests get theirs back."""
+    """Restore the number of threads, which encoding on the CPU sets."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

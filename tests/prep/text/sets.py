@@ -1,4 +1,4 @@
-"""Small sets of captions, and `prep text` run on them in this process."""
+"""Small sets of captions, and functions that run `prep text` on them in this process."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ from clipmill.prep.text.tower import resolve
 from clipmill.prep.text.work import run_text
 from tests.prep.here import Here
 
-# Three videos of two splits: repeated texts in a video and between videos, and a video without captions.
+# Three videos in two splits: repeated texts within a video and between videos, and a video without captions.
 CAPTIONS = {
     "long": ["a dog runs", "a cat", "a dog runs", "a dog runs", ""],
     "short": ["a cat", "the end"],
@@ -32,7 +32,7 @@ SPLITS = {"long": "train", "short": "train", "silent": "train", "other": "val"}
 
 
 def write_captions(data: Path, captions: dict[str, list[str]], *, splits: dict[str, str] | None = None) -> None:
-    """Makes the manifest hold these captions; caption n of a video begins at n seconds."""
+    """Write a manifest with these captions; caption n of a video starts at n seconds."""
     splits = splits or {}
     names = list(captions)
     rows = [(name, n, text) for name, texts in captions.items() for n, text in enumerate(texts)]
@@ -55,10 +55,10 @@ def write_captions(data: Path, captions: dict[str, list[str]], *, splits: dict[s
 
 @dataclass
 class Encoding(Here):
-    """An engine in this process that remembers which texts it was given."""
+    """Engine in this process that records the texts it was given."""
 
     texts: list[str] = field(default_factory=list)
-    max_blocks: int | None = None  # then it is as if the driver had been killed
+    max_blocks: int | None = None  # after this number, the engine stops as if the driver had been killed
 
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None, **named: object
@@ -79,21 +79,21 @@ def plan_of(data: Path, clip: str = "tiny") -> TextPlan:
 
 
 def encode(data: Path, clip: str = "tiny", *, engine: Encoding | None = None, batch: int = 8) -> Summary:
-    """`prep text` on the CPU."""
+    """Run `prep text` on the CPU."""
     plan = plan_of(data, clip)
     use = TextEncoderOptions(plan.recipe, batch=batch, device="cpu")
     return run_text(plan, use, engine or Encoding())
 
 
 def samples(variant_dir: Path) -> dict[str, dict[str, Any]]:
-    """What webdataset reads of all tars: key -> `text.npy` and `json`, decoded."""
+    """Read all tars with webdataset; return `text.npy` and `json` by key, decoded."""
     tars = [str(variant_dir / name) for name in (variant_dir / "shards.txt").read_text().split()]
     read = webdataset.WebDataset(tars, shardshuffle=False, nodesplitter=None).decode()
     return {sample["__key__"]: sample for sample in read}
 
 
 def embedding_of_captions(variant_dir: Path) -> dict[int, np.ndarray]:
-    """The stored row of every caption, by caption id."""
+    """Return the stored row of every caption, by caption ID."""
     samples_by_key = {}
     for sample in samples(variant_dir).values():
         told = sample["json"]

@@ -1,4 +1,4 @@
-"""Small random encoders of T5 and umT5, and `prep text` with them in this process."""
+"""Small random T5 and umT5 encoders, and `prep text` with them in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ _LIBRARY: Any = transformers
 
 
 def saved_t5(folder: Path, kind: str = "UMT5") -> Path:
-    """Save an encoder of width 16 with a tokenizer of letters, as transformers saves them."""
+    """Save an encoder of width 16 with a tokenizer of letters, as transformers saves it."""
     letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
     words = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *letters, ("▁a", -1.5), ("▁dog", -1.0)]
     _LIBRARY.T5Tokenizer(vocab=words, extra_ids=0).save_pretrained(folder)

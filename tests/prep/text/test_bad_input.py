@@ -1,4 +1,4 @@
-"""What a user gets wrong is said in two lines; what a text gets wrong is named, counted and not stored."""
+"""Tests of bad input: a user's error takes two lines; a text with a fault is reported and counted, but not stored."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -112,7 +112,7 @@ def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -
     recipe = resolve(TextSettings(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
     path = str(checkpoints.torch_file.resolve())
     assert COLUMN.stored_settings(recipe.values, path) == recipe.settings and local_weights(recipe) == path
-    assert path not in recipe.values.values()  # a path is no part of a recipe
+    assert path not in recipe.values.values()  # a path is not part of a recipe
     named = COLUMN.stored_settings(recipe.values)
     assert named.clip == recipe.values["encoder"] == f"{checkpoints.model}:{checkpoints.model}.pt"
     other = text_recipe(named, encoder=str(named.clip), sha256="0" * 64, width=recipe.values["width"])
@@ -130,7 +130,7 @@ def test_empty_and_endless_captions_are_encoded_and_the_cut_ones_counted(tmp_pat
     row_of = {text: stored[caption_id] for caption_id, text in texts.items()}
     assert row_of.keys() == {"", " ", word, words, "x\0y", "dog"}
     assert np.isfinite(np.stack(list(row_of.values()))).all()
-    assert np.array_equal(row_of[""], row_of[" "])  # nothing is left of it
+    assert np.array_equal(row_of[""], row_of[" "])  # cleaning leaves nothing of the text
     assert not np.array_equal(row_of["dog"], row_of[words])
 
 
@@ -154,7 +154,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
 
     engine = Encoding()
     assert encode(data, clip, engine=engine).failures == summary.failures
-    assert engine.texts == []  # the same weights would give the same
+    assert engine.texts == []  # the same weights would give the same result
     again = make_text_plan(data, resolve(TextSettings(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
     assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
     arguments = ("text", "--clip", clip, "--engine", "processes", "--data", data)
@@ -162,7 +162,7 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
 
 
 class Losing:
-    """An engine whose workers die under a text."""
+    """Engine whose workers die on a certain text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -187,13 +187,13 @@ def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
     plan = plan_of(data)
     use = TextEncoderOptions(plan.recipe, batch=8, device="cpu")
     summary = run_text(plan, use, Losing("new"))
-    # The whole shard was given up: neither of its videos is as it should be.
+    # The complete shard was abandoned, so neither of its videos is up to date.
     assert {(failure.code, failure.video_id) for failure in summary.failures} == {
         ("worker_lost", "long"),
         ("worker_lost", "short"),
     }
     assert summary.num_encoded == 2
-    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "the end"]  # as before
+    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "the end"]  # the sample of the earlier run
     assert samples(plan.variant_dir)["other"]["json"]["texts"] == ["newest"]
     engine = Encoding()
     assert encode(data, engine=engine).failures == []

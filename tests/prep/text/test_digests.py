@@ -1,4 +1,4 @@
-"""Arrays of digests: sets of them, and places in them, zero bytes at their ends included."""
+"""Tests of arrays of digests: sets of digests, and indices of digests, including digests that end with zero bytes."""
 
 import hashlib
 

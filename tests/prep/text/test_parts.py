@@ -1,4 +1,4 @@
-"""`prep text --part K/N`: parts divide the texts, each is encoded once, and the last part makes the shards."""
+"""Tests of `prep text --part K/N`: parts divide the texts, encode each once, and the last part makes the shards."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, encode, plan_of, wr
 
 
 def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) -> tuple[Summary, PartRun]:
-    """`prep text --part` on the CPU."""
+    """Run `prep text --part` on the CPU."""
     with writing_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
         use = TextEncoderOptions(plan.recipe, batch=8, device="cpu")
@@ -60,7 +60,7 @@ def test_a_text_without_embedding_fails_in_the_part_that_makes_the_shards(
     save_file(state, tmp_path / "nan.safetensors")
     clip = f"{checkpoints.model}:{tmp_path / 'nan.safetensors'}"
 
-    parts = ["1/3", "3/3", "2/3"]  # the text belongs to the second one
+    parts = ["1/3", "3/3", "2/3"]  # the text belongs to the second part
     engines = {part: Encoding() for part in parts}
     ran = [encode_part(data, part, clip, engine=engines[part])[0] for part in parts]
     assert [part for part in parts if "a bird" in engines[part].texts] == ["3/3"]

@@ -1,4 +1,4 @@
-"""Every distinct text is encoded once, in one run and over many; shards hold the exact map from captions to rows."""
+"""Tests that every distinct text is encoded once, in one or many runs, and that shards map captions to rows exactly."""
 
 import shutil
 import zlib
@@ -108,7 +108,7 @@ def test_a_changed_caption_encodes_the_new_text_alone(data: Path) -> None:
     assert states(data) == [ShardState.CHANGED, ShardState.CURRENT]
     engine = Encoding()
     summary = encode(data, engine=engine)
-    # "a bird" stands in the shard of the other split already.
+    # The shard of the other split already contains "a bird".
     assert engine.texts == ["the beginning"]
     assert (summary.num_encoded, summary.num_reused, summary.num_shards_made) == (1, 4, 1)
     after = embedding_of_captions(variant(data))
@@ -190,13 +190,13 @@ def test_a_flipped_byte_is_not_taken_over(data: Path) -> None:
     encode(data)
     rows = embedding_of_captions(variant(data))
     shard = Variant.open(data, column="text").shards()[0]
-    offset, _ = shard.member_range(0, "text.npy")  # of the video "long"
+    offset, _ = shard.member_range(0, "text.npy")  # the sample of the video "long"
     with shard.tar_path.open("r+b") as tar:
         tar.seek(offset + BLOCK_BYTES + 3)
         (byte,) = tar.read(1)
         tar.seek(-1, 1)
         tar.write(bytes([byte ^ 0x40]))
-    assert [problem.code for problem in verify_shard(variant(data), shard.commit)], "verify finds it"
+    assert [problem.code for problem in verify_shard(variant(data), shard.commit)], "verify must find the damage"
     write_captions(data, {**CAPTIONS, "short": ["a cat", "the beginning"]}, splits=SPLITS)
     engine = Encoding()
     encode(data, engine=engine)
@@ -217,7 +217,7 @@ def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
     assert variant(data).name.startswith("tiny-")
     encode(data, clip)
     assert variant(data).name.startswith(f"{checkpoints.model}-{checkpoints.model}-safetensors-")
-    # The same weights at another place are the same recipe.
+    # The same weights at a different path have the same recipe.
     moved = checkpoints.folder / "moved" / checkpoints.safetensors.name
     moved.parent.mkdir(exist_ok=True)
     shutil.copy(checkpoints.safetensors, moved)

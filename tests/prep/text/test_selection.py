@@ -1,4 +1,4 @@
-"""`prep text --where`: which captions are encoded, and what another condition changes."""
+"""Tests of `prep text --where`: which captions are encoded, and the effect of a different condition."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
     engine = Encoding()
     where = "words >= 2 and 'dog' in text"
     encode(data, where, engine)
-    # The other captions of a video are left out, and so is the video that has no other.
+    # The other captions of a video are omitted, and so is a video without further captions.
     assert stored_texts(data) == {"long": ["a dog runs"], "other": ["a dog runs"]}
     assert sorted(engine.texts) == ["a dog runs"]
     variant = Variant.open(data, column="text")
@@ -49,7 +49,7 @@ def test_only_the_selected_captions_are_encoded(data: Path) -> None:
     )
     assert encode(data, where, Encoding()).num_shards_made == 0
 
-    # Another condition keeps the variant, and encodes the new texts alone.
+    # A different condition keeps the variant, and only new texts are encoded.
     engine = Encoding()
     encode(data, "split == 'train' and words >= 1", engine)
     assert stored_texts(data) == {"long": ["a dog runs", "a cat"], "short": ["a cat", "the end"]}

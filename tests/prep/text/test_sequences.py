@@ -1,4 +1,4 @@
-"""`prep text --encoder t5:FOLDER`: sequences of transformers, stored without padding, and padded by readers."""
+"""Tests of `prep text --encoder t5:FOLDER`: sequences are stored without padding, and padded by readers."""
 
 from collections.abc import Callable
 from functools import cache
@@ -45,7 +45,7 @@ def opened_by_transformers(model: Path) -> tuple[Any, Any]:
 
 
 def by_transformers(model: Path, text: str) -> np.ndarray:
-    """float32 [tokens, width]: a text by itself, without padding."""
+    """Encode a single text without padding; float32 [tokens, width]."""
     tokenizer, encoder = opened_by_transformers(model)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=20).input_ids
     with torch.no_grad():
@@ -75,7 +75,9 @@ def test_sequences_are_those_of_transformers_and_made_once(data: Path, model: Pa
     assert not engine.texts
     next(variant.directory.glob("*.tar")).unlink()
     encode(data, model, engine)
-    assert contents(data / "text") == before and len(engine.texts) < len(expected), "texts of other shards are copied"
+    assert contents(data / "text") == before and len(engine.texts) < len(expected), (
+        "texts of other shards must be copied"
+    )
 
 
 def test_readers_pad_and_give_masks(data: Path, model: Path, prep: Prep, tmp_path: Path) -> None:

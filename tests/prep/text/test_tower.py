@@ -1,4 +1,4 @@
-"""Stored embeddings are those of open_clip's own `encode_text`, bit by bit the same whatever surrounds a text."""
+"""Tests that stored embeddings equal open_clip's `encode_text`, regardless of the other texts in the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ TEXTS = ["", "a dog", "a dog runs over the green grass and jumps", "dog " * 100,
 
 
 def by_open_clip(model: Any, texts: list[str]) -> np.ndarray:
-    """float32 [texts, width], one text at a time, as long as the context is."""
+    """Encode one text at a time, padded to the context length; float32 [texts, width]."""
     with torch.inference_mode():
         ids = [build_tokenizer()([text]) for text in texts]
         return np.concatenate([model.encode_text(each, normalize=True).numpy() for each in ids])
@@ -33,13 +33,13 @@ def by_open_clip(model: Any, texts: list[str]) -> np.ndarray:
 
 def assert_equal_but_for_rounding(stored: np.ndarray, exact: np.ndarray) -> None:
     assert stored.dtype == np.float16
-    # Half a step of float16 for rounding, and what another order of additions makes of float32.
+    # Half a step of float16 for rounding, plus the effect of the order of float32 additions.
     assert (
         np.abs(stored.astype(np.float64) - exact) <= np.spacing(np.abs(exact.astype(np.float16))) * 0.51 + 2e-7
     ).all()
 
 
-# Each layout of the state, and each kind of file.
+# Each layout of the state with each file format.
 CASES = [(layout, kind) for layout in ("together", "apart") for kind in ("safetensors", "torch_file")]
 EVERY_DAY = (("together", "safetensors"), ("apart", "torch_file"))
 
@@ -64,7 +64,7 @@ def test_rows_of_tiny_are_those_of_its_model_and_differ_by_text() -> None:
     assert encoded.num_cut == 1
     assert_equal_but_for_rounding(encoded.rows, by_open_clip(tower._model, TEXTS))
     likeness = encoded.rows.astype(np.float32) @ encoded.rows.astype(np.float32).T
-    assert (likeness[~np.eye(len(TEXTS), dtype=bool)].reshape(-1) > 0.999).sum() == 2  # "a dog" and "A Dog" alone
+    assert (likeness[~np.eye(len(TEXTS), dtype=bool)].reshape(-1) > 0.999).sum() == 2  # "a dog" and "A Dog"
 
 
 def test_tiny_is_the_same_for_ever() -> None:

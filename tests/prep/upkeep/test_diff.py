@@ -1,4 +1,4 @@
-"""`prep diff`: settings, samples, bytes, and how far the values of two variants lie apart."""
+"""Tests of `prep diff`: settings, samples, bytes, and the differences between the values of two variants."""
 
 from collections.abc import Callable
 

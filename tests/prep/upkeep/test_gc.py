@@ -1,4 +1,4 @@
-"""`prep gc` removes what nothing needs, and never what it does not know."""
+"""Tests that `prep gc` removes only files that are no longer needed, and never unknown files."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ Prep = Callable[..., Ran]
 
 @pytest.fixture(scope="session")
 def two_variants(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A data folder with a second variant, which is current, and the name of the first."""
+    """Create a data folder with a second, current variant; return it with the name of the first variant."""
     data = tmp_path_factory.mktemp("two") / "data"
     shutil.copytree(made_set, data)
     old = ShardSet(data).variant.name
@@ -31,7 +31,7 @@ def two_variants(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.fixture
 def old_and_new(two_variants: tuple[Path, str], tmp_path: Path) -> tuple[ShardSet, Path]:
-    """A set with a variant that is no longer current, and the folder of that."""
+    """Return a set with a variant that is no longer current, and the folder of this variant."""
     shutil.copytree(two_variants[0], tmp_path / "two")
     return ShardSet(tmp_path / "two"), tmp_path / "two" / "video" / two_variants[1]
 
@@ -45,7 +45,7 @@ def test_the_end_of_a_run_says_what_gc_frees_and_then_what_is_next(
     old_bytes = sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
     values = rerun(prep, shard_set, *LEN, "--crf", "40")
     assert values["freed_by_gc_bytes"] == old_bytes + earlier.stat().st_size
-    assert values["next"] == f"train quickstart {shard_set.data}", "one video failed, the others can do"
+    assert values["next"] == f"train quickstart {shard_set.data}", "one video failed, but the others suffice"
     assert prep("gc", "--data", shard_set.data, "--json").summary["num_bytes"] == values["freed_by_gc_bytes"]
     assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] == 0
 
@@ -134,7 +134,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
 
 
 def kept_names(ran: Ran) -> list[str]:
-    """Last parts of the lines about what a dry run of `prep gc` keeps."""
+    """Return the reasons at the end of the lines about what a dry run of `prep gc` keeps."""
     return [line.partition(": ")[2] for line in ran.stdout.splitlines() if line.startswith("kept ")]
 
 
@@ -148,7 +148,7 @@ def test_a_dry_run_says_why_each_variant_is_kept(prep: Prep, old_and_new: tuple[
     (young,) = kept_names(prep("gc", "--dry-run", "--older-than", "7d", *data))[1:]
     assert young.startswith("changed ") and young.endswith(" ago, less than --older-than")
     assert '"7 days" is not an age' in prep("gc", "--older-than", "7 days", *data, status=2).error
-    # A disk whose clock was an hour fast when it wrote.
+    # The disk's clock was an hour fast when it wrote.
     later_s = time.time() + 3600
     os.utime(next(old.glob("*.tar")), (later_s, later_s))
     assert len(kept_names(prep("gc", "--dry-run", "--older-than", "1h", *data))) == 2
@@ -170,7 +170,9 @@ def test_what_readers_have_opened_stays(prep: Prep, old_and_new: tuple[ShardSet,
     assert f"kept       video/{old.name}: {name}" in ran.stdout
     assert f"kept       video/{shard_set.variant.name}: 1 file without a commit, {name}" in ran.stdout
     assert replaced.exists() and old.is_dir() and f"          {name}" in prep("status", "--data", shard_set.data).stdout
-    assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] == 0, "the end of a run counts what is kept"
+    assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] == 0, (
+        "files that readers use must not be counted"
+    )
     readers.clear()
     remove_unused_marks()
     assert rerun(prep, shard_set, *LEN, "--crf", "40")["freed_by_gc_bytes"] > 5

@@ -1,4 +1,4 @@
-"""`prep inspect`: the set, one chunk, and a page of pictures."""
+"""Tests of `prep inspect`: the set, one chunk, and a page of images."""
 
 import base64
 import json
@@ -95,7 +95,7 @@ def test_a_gop_is_one_line(frames: list[int], flags: list[int], line: str) -> No
 
 
 class _Page(HTMLParser):
-    """The images, texts and addresses of a page."""
+    """Images, texts and URLs of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`prep status` names chunks of different splits that look alike."""
+"""Tests that `prep status` lists chunks of different splits that look alike."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,17 +25,17 @@ def data_dir(tmp_path: Path) -> Path:
 
 def test_pairs_of_different_splits_are_counted_and_named(data_dir: Path, prep: Prep) -> None:
     hashes = {
-        "v_000000000": phash(1),  # looks like two chunks of train, of which the first is named
+        "v_000000000": phash(1),  # looks like two chunks of train, the first of which is listed
         "v_000002000": phash(9),
         "a_000002000": phash(1, flipped=(4, 5, 6)),
         "b_000000000": phash(1),
         "b_000002000": phash(2),
         "b_000004000": phash(3),
-        "a_000004000": phash(2),  # of the same split
+        "a_000004000": phash(2),  # same split
         "t_000000000": phash(2, flipped=(7,)),
-        "t_000002000": phash(3, flipped=(1, 2, 3, 4, 5)),  # too far
+        "t_000002000": phash(3, flipped=(1, 2, 3, 4, 5)),  # too different
         "t_000004000": phash(9),
-        "gone_000000000": phash(9),  # of a video that is no longer in the manifest
+        "gone_000000000": phash(9),  # the manifest no longer contains the video
     }
     assert prep("status", "--data", data_dir, "--json").summary["leakage"] is None
     directory = write_scores(data_dir, {key: {"phash": value} for key, value in hashes.items()})
@@ -53,7 +53,7 @@ def test_pairs_of_different_splits_are_counted_and_named(data_dir: Path, prep: P
     text = prep("status", "--data", data_dir).stdout
     assert "leakage   1 chunk of split val looks like a chunk of split train" in text
     assert "          v_000000000 looks like a_000002000" in text
-    # The splits are those of the manifest now.
+    # The current manifest determines the splits.
     write_captions(data_dir, dict.fromkeys(SPLITS, "train"), [])
     assert prep("status", "--data", data_dir, "--json").summary["leakage"]["counts"] == []
     (directory / "chunks.arrow").unlink()

@@ -1,4 +1,7 @@
-"""Damage to each small record of a data folder: `prep verify` names it, the next run repairs it, byte for byte."""
+"""Tests of damage to each small record of a data folder:
+
+`prep verify` reports it, and the next run restores the bytes.
+"""
 
 import random
 import shutil
@@ -30,7 +33,7 @@ RECORDS = {
     "list of a split": lambda shard_set: shard_set.variant / "shards-val.txt",
     "commit": lambda shard_set: shard_set.variant / "commits" / "000000.json",
 }
-# Without them nothing is read wrongly, and they cannot be told from those of a set that never had them.
+# Their loss does not change what is read, and looks the same as a set that never had them.
 HARMLESS_LOSSES = {"probes", "contents"}
 
 
@@ -59,7 +62,7 @@ def test_a_damaged_record_is_named_and_repaired_by_the_next_run(
 
 
 def read_everything(shard_set: ShardSet) -> list[object]:
-    """What the readers of all records say, as values that can be compared."""
+    """Return everything that the readers of all records return, as values that can be compared."""
     variant = Variant.open(shard_set.data).require_complete()
     return [
         current_variant(shard_set.data, "video"),
@@ -98,7 +101,7 @@ def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, sha
     paths = {name: record(shard_set) for name, record in RECORDS.items()}
     paths |= {"index": shard_set.index(1), "table": shard_set.variant / "chunks.arrow"}
     opened: list[Path] = []
-    # Contents tell which lists there should be, and dataset.json which variant to verify: these last.
+    # `contents` lists the expected lists, and dataset.json the variant to verify, so they are damaged last.
     for names in (paths.keys() - {"contents", "dataset"}, {"contents"}, {"dataset"}):
         for path in map(paths.__getitem__, names):
             path.unlink()
@@ -118,7 +121,7 @@ def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str)
     for _ in range(60):
         damaged = bytearray(content)
         damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        path.unlink()  # in place of a commit that is written over, readers take what the table says
+        path.unlink()  # for a commit that is overwritten, readers use the table instead
         path.write_bytes(damaged)
         try:
             assert read_everything(shard_set) == before
@@ -130,7 +133,7 @@ def test_no_flipped_bit_is_read_as_another_value(shard_set: ShardSet, name: str)
 def test_a_layout_with_a_history_is_found_again_in_the_commits(
     prep: Prep, shard_set: ShardSet, write_video: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The manifest's order and the shards' have drifted apart: a video came later that stands first."""
+    """The orders of manifest and shards differ, because the first video of the manifest was added later."""
     videos = tmp_path / "videos"
     for name in ("b", "c"):
         write_video(videos / f"{name}.mp4", seconds=3)
@@ -162,7 +165,7 @@ def test_a_failed_span_keeps_its_place_in_a_layout_that_is_made_anew(
     for name in ("a", "b", "c"):
         write_video(videos / f"{name}.mp4", seconds=3)
     prep("manifest", "folder", videos, "--data", data)
-    prep("plan", "--data", data, *LEN)  # every source is known, and one of them goes
+    prep("plan", "--data", data, *LEN)  # all sources are probed, then one of them disappears
     (videos / "b.mp4").rename(tmp_path / "b.mp4")
     prep("chunk", "--data", data, "--engine", "processes", *LEN, status=1)
     path = data / "layout" / "2s-keep.parquet"
@@ -208,14 +211,15 @@ def test_old_variants_have_records_of_their_own(prep: Prep, shard_set: ShardSet)
 
 def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) -> None:
     folder = shard_set.data / "manifest"
-    for path in sorted(path for path in folder.iterdir() if path.name != REJECTED_LIST):  # which nothing reads
+    # No program reads the list of rejections.
+    for path in sorted(path for path in folder.iterdir() if path.name != REJECTED_LIST):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         ran = prep("verify", "--data", shard_set.data, "--json", status=1)
         assert any(str(path) in record["message"] for record in ran.summary["records"])
         assert "prep manifest" in ran.stderr
-        if path.name != "rejected.parquet":  # which only people read
-            # Plans read no captions by span.
+        if path.name != "rejected.parquet":  # this table is only for people
+            # Plans do not read captions by span.
             for command in (["status"], ["plan", *LEN]) if path.suffix == ".parquet" else (["status"],):
                 assert str(path) in prep(*command, "--data", shard_set.data, status=2).error
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""`prep status` says what is there, what is wrong and what to do next."""
+"""Tests of `prep status`: the state of the data, its problems, and the next step."""
 
 import fcntl
 import json
@@ -47,13 +47,13 @@ def test_the_text_says_the_same(prep: Prep, shard_set: ShardSet) -> None:
     for part in ("3: 2 usable, 1 unusable", "5 chunks in 2 shards", "1 x source_unreadable", "failures.jsonl"):
         assert part in text
     assert text.splitlines()[-1] == f"next      train quickstart {shard_set.data}", (
-        "one video failed, the others can do"
+        "one video failed, but the others suffice"
     )
 
 
 def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     (tmp_path / "no videos").mkdir()
-    # A command to copy, whatever the folder is called.
+    # The command can be copied even if the path of the folder contains spaces.
     shown = f"prep manifest folder VIDEOS --data '{tmp_path / 'no videos'}'"
     assert shown in prep("status", "--data", tmp_path / "no videos").stdout
     before = tmp_path / "before"
@@ -62,7 +62,7 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
     text = prep("status", "--data", before).stdout
     assert "3 not probed yet" in text
     assert "next      prep chunk" in text
-    # Without a manifest the chunks are still there to be told.
+    # Chunks are listed even without a manifest.
     assert "5 chunks" in prep("status", "--data", shard_set.data).stdout
 
 
@@ -87,7 +87,7 @@ def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Pr
     shard_set.tar(0).unlink()
     shard_set.index(0).unlink()
     publish_bytes(commit_path(shard_set.variant, 1), b"{}")
-    (shard_set.variant / "commits.arrow").unlink()  # which knows the seconds of a shard without its index
+    (shard_set.variant / "commits.arrow").unlink()  # the table knows the duration of a shard without its index
     ran = prep("status", "--data", shard_set.data, status=1)
     assert "missing   shard 000000" in ran.stdout
     assert "corrupt   shard 000001" in ran.stdout
@@ -101,7 +101,7 @@ def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Pr
 
 
 def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: ShardSet) -> None:
-    (shard_set.variant / "contents.json").unlink()  # as in a first run
+    (shard_set.variant / "contents.json").unlink()  # the state of a first run
     commit_path(shard_set.variant, 0).unlink()
     with column_lock(shard_set.data), Heartbeat(shard_set.variant, 0, num_chunks=3) as beat:
         beat._written_s = 0.0
@@ -133,7 +133,7 @@ def test_a_command_that_was_killed_is_not_in_progress(prep: Prep, shard_set: Sha
 def test_parts_that_have_stopped_are_not_in_progress_though_heartbeats_are_left(
     prep: Prep, shard_set: ShardSet
 ) -> None:
-    (shard_set.variant / "contents.json").unlink()  # as in a first run
+    (shard_set.variant / "contents.json").unlink()  # the state of a first run
     commit_path(shard_set.variant, 0).unlink()
     killed = subprocess.Popen([sys.executable, "-S", "-c", ""])
     killed.wait()
@@ -180,7 +180,7 @@ def test_status_and_plan_count_the_seconds_that_captions_of_other_splits_show(
     videos = Path(read_videos(shard_set.data)["path"][0].as_py()).parent
     ran = prep("manifest", "folder", videos, "--captions", table, "--data", shard_set.data, status=None)
     assert "val 1 video with 2 captions" in ran.stdout and "test 0 videos with 1 caption" in ran.stdout
-    # Of its chunks of 2, 2 and 1 s, half a second of the second one is left, which is too short.
+    # The chunks have 2, 2 and 1 s. Only half a second of the second chunk remains, which is too short.
     line = "train: 3.0 s of 2 chunks belong to captions of other splits; training without captions omits them"
     assert f"splits    {line}" in prep("status", "--data", shard_set.data).stdout
     assert f"splits   {line}" in prep("plan", "--data", shard_set.data, *LEN).stdout
@@ -270,7 +270,7 @@ def test_the_next_step_keeps_the_settings_of_a_set_without_chunks(prep: Prep, tm
     manifest(data, videos)
     prep("chunk", "--len", "1s", "--data", data, "--engine", "processes", status=1)
     assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
-    # The same where nothing says which variant is current, and no guess where the recipe is gone.
+    # The command stays the same if no variant is current. Without the recipe, there is no guess.
     (data / "dataset.json").unlink()
     assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
     next(data.glob("video/*/recipe.json")).write_text("{")
@@ -291,7 +291,7 @@ def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
 
 
 def test_shards_that_no_run_came_to_are_told_with_the_command_that_makes_them(prep: Prep, shard_set: ShardSet) -> None:
-    (shard_set.variant / "contents.json").unlink()  # as if a run had been killed before its first end
+    (shard_set.variant / "contents.json").unlink()  # the state of a run that was killed before its first end
     commit_path(shard_set.variant, 1).unlink()
     stdout = prep("status", "--data", shard_set.data).stdout
     assert "shards to make: 1 missing" in stdout and f"next      prep chunk --len {LEN[1]}" in stdout

@@ -1,4 +1,4 @@
-"""`prep verify` finds damage, names it, and makes sure that the next run mends it."""
+"""Tests of `prep verify`: it detects and reports damage, and ensures that the next run repairs it."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def test_a_set_without_chunks_is_an_error(prep: Prep, tmp_path: Path) -> None:
 
 
 def test_a_column_without_shards_keeps_no_other_from_being_verified(prep: Prep, shard_set: ShardSet) -> None:
-    """As a run leaves it that is killed before its first commit."""
+    """A run that is killed before its first commit leaves such a column."""
     recipe = {"column": "text", "clip": "tiny"}
     name = f"tiny-{recipe_fingerprint(recipe)[:8]}"
     make_variant(shard_set.data / "text" / name, recipe)
@@ -93,7 +93,7 @@ def test_a_named_variant_is_verified_instead_of_the_current_one(prep: Prep, shar
 
 
 def rewrite(shard_set: ShardSet, change: Callable[[Sample], Sample]) -> None:
-    """Publishes shard 0 anew with every sample changed, as a faulty program would: all checksums fit."""
+    """Publish shard 0 again with every sample changed, as a faulty program would: all checksums match."""
     (shard, _) = Variant(shard_set.variant).shards()
     names = [field.name for field in VIDEO_FIELDS]
     commit = shard_set.commits[0]
@@ -116,7 +116,7 @@ def with_json(sample: Sample, **changes: Any) -> Sample:
 
 
 def damaged_picture(sample: Sample) -> Sample:
-    """Overwrites the end of the first picture's coded bytes, as if it had been encoded so; its checksum agrees."""
+    """Overwrite the end of the first frame's encoded bytes as if it had been encoded so; its checksum matches."""
     content = bytearray(sample.members["mp4"])
     begin, size = sample.fields["packet_offset"][0], sample.fields["packet_size"][0]
     content[begin + size - 60 : begin + size] = bytes([255] * 60)

@@ -1,4 +1,4 @@
-"""A folder of sources as bad as they come: each gets its name in the list, and all others are made."""
+"""Tests of a folder with bad sources: each is listed with its failure, and all other sources are chunked."""
 
 import json
 import os
@@ -52,7 +52,10 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """The sources, manifest and all; `gone.mp4` is removed and `pipe.mp4` put there after the manifest was made."""
+    """Write the sources and their manifest.
+
+    After the manifest was made, `gone.mp4` is removed and `pipe.mp4` is replaced by a pipe.
+    """
     root = tmp_path_factory.mktemp("bad")
     videos = root / "videos"
     whole = write_video(videos / "whole.mp4", seconds=3)
@@ -72,11 +75,11 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
     )
     gif = (root / "made/whole.gif").read_bytes()
     (videos / "cut-gif.mp4").write_bytes(gif[:-50])
-    picture = gif.rindex(b"\x08\xff")  # the codes of a picture, in blocks of at most 255 bytes
+    picture = gif.rindex(b"\x08\xff")  # the codes of a frame, in blocks of at most 255 bytes
     half = gif[: picture + 1] + b"\x10" + gif[picture + 2 : picture + 18] + b"\0;"
     (videos / "half-frame.mp4").write_bytes(half)
     late = (root / "made/cut.mkv").read_bytes()
-    (videos / "cut-late.mkv").write_bytes(late[: len(late) * 9 // 10])  # less than a second of it is missing
+    (videos / "cut-late.mkv").write_bytes(late[: len(late) * 9 // 10])  # less than a second is missing
     for made, name in (("fast.mp4", "cut-fast.mp4"), ("cut.mkv", "cut-mkv.mkv"), ("cut.avi", "cut-avi.avi")):
         content = (root / "made" / made).read_bytes()
         (videos / name).write_bytes(content[: len(content) * 6 // 10])
@@ -102,7 +105,10 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
 
 
 def _write_streams_without_times(program: str, whole: Path, videos: Path) -> None:
-    """Raw streams under a video's name, and a Matroska file that begins before 0, which its blocks cannot say."""
+    """Write raw streams with a video's file name, and a Matroska file whose times start before 0.
+
+    The blocks of a Matroska file cannot store such times.
+    """
     x264, mpeg2 = ["-c:v", "libx264", "-bf", "2"], ["-c:v", "mpeg2video"]
     for name, options in (
         ("raw-h264.mp4", [*x264, "-f", "h264"]),
@@ -129,7 +135,7 @@ def test_each_bad_source_is_named_and_all_others_are_made(
     in_probes = {Path(row["path"]).stem: row["code"] for row in probes if row["code"]}
     in_commits = {failure.video_id: failure.code for commit in variant.commits.values() for failure in commit.failures}
     assert in_probes | in_commits == EXPECTED and set(in_commits) == {"damaged", "half-frame"}
-    assert not [row for row in listed if "0x" in row["message"]], "an address of memory differs from run to run"
+    assert not [row for row in listed if "0x" in row["message"]], "a memory address differs between runs"
 
     chunks = {sample["__key__"]: sample for sample in variant.iterate()}
     expected = {f"whole_{second * 1000:09d}": second * 30 for second in (0, 1, 2)} | {"one_000000000": 77}
@@ -139,7 +145,7 @@ def test_each_bad_source_is_named_and_all_others_are_made(
     ids = {json.loads(sample["json"])["source_id"] for sample in chunks.values()}
     assert ids == {*STRANGE_NAMES, "whole", "one"}
 
-    # Again: the same list, and nothing is tried in vain. If it is asked for, a budget says how much may fail.
+    # A second run has the same list and tries no source again. A budget limits the failures of a requested retry.
     before = contents(data)
     share = 100 * len(EXPECTED) // (len(EXPECTED) + len(ids)) + 1
     for command, budget, status in (

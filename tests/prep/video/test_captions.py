@@ -1,4 +1,4 @@
-"""The captions of a shard are read from the row groups that hold them."""
+"""Tests that the captions of a shard are read only from the row groups that contain them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a chunk is called, what its members say, and that other programs read the shards."""
+"""Tests of the keys of chunks, the contents of their members, and access by other programs."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ short,"two words, é, 視",0,1
 
 
 def samples(data: Path) -> dict[str, dict[str, Any]]:
-    """The samples of the current variant by key; json decoded."""
+    """Return the samples of the current variant by key, with decoded json."""
     return {
         sample["__key__"]: {**sample, "json": json.loads(sample["json"])} for sample in Variant.open(data).iterate()
     }
@@ -39,7 +39,7 @@ def samples(data: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """Chunks of 2 s of three videos: 5 s and 1.5 s with captions, and one in the split val without."""
+    """Create chunks of 2 s from three videos: 5 s and 1.5 s with captions, and one in val without captions."""
     folder = tmp_path_factory.mktemp("contents")
     write_video(folder / "videos/long.mp4", seconds=5)
     write_video(folder / "videos/short.mp4", seconds=1.5)

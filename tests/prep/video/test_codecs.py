@@ -1,4 +1,4 @@
-"""Every codec and GOP layout: chunks decode, and the packet table lets a decoder be fed with the least."""
+"""Tests of every codec and GOP layout: chunks decode, and the packet table selects the fewest packets for a decoder."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from clipmill.shards.reader import Variant
 from tests.prep.running import chunk, manifest
 from tests.tiers import nightly_beyond
 
-NUM_FRAMES = 75  # two chunks and a tail of 15
+NUM_FRAMES = 75  # two chunks and a tail of 15 frames
 COMBINATIONS = [
     ("h264", "comb"),
     ("h264", "star"),
@@ -37,27 +37,27 @@ COMBINATIONS = [
     ("vp9", "intra"),
     ("mjpeg", "intra"),
 ]
-# Each codec once, and each kind of group but one, which is of one more frame.
+# Each codec once, and each kind of GOP except one, which differs from another by one frame.
 EVERY_DAY = [("h264", "comb"), ("hevc", "star"), ("av1", "closed"), ("vp9", "intra"), ("mjpeg", "intra")]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk with its row of the index."""
+    """Chunk with its row in the index."""
 
     content: bytes
     row: dict[str, Any]
 
     def needed_packets(self, frame: int) -> list[int]:
-        """Rows of the packet table that decoding `frame` takes: its key, references in between, itself."""
+        """Return the rows of the packet table that decoding `frame` needs: key frame, references, and the frame."""
         table = self.row
         target = table["packet_frame"].index(frame)
         key = max(n for n in range(target + 1) if table["packet_flags"][n] & PACKET_KEY)
         return [n for n in range(key, target) if table["packet_flags"][n] & PACKET_REFERENCE] + [target]
 
     def decode(self, rows: list[int]) -> dict[int, np.ndarray]:
-        """Feeds the given packets, and nothing else, to a decoder: presentation index -> picture."""
-        # libav's own decoder of AV1 works with hardware only.
+        """Decode only the given packets; return a map from presentation index to image."""
+        # libav's own AV1 decoder works only with hardware.
         context = av.CodecContext.create({"av1": "libdav1d"}.get(self.row["codec"], self.row["codec"]), "r")
         context.extradata = self.row["extradata"] or None
         context.thread_count = 1
@@ -102,7 +102,7 @@ def test_a_frame_decodes_from_its_packets_alone(codec: str, gop: str, make_chunk
         assert numbers == list(range(30 * number, 30 * number + len(numbers)))
         keys = [n for n, flags in enumerate(row["packet_flags"]) if flags & PACKET_KEY]
         assert keys[0] == 0
-        # Closed: what follows a key frame in decode order follows it in presentation order.
+        # In a closed GOP, frames after a key frame in decoding order also follow it in presentation order.
         for key in keys:
             assert min(row["packet_frame"][key:]) == row["packet_frame"][key]
         if gop == "intra":
@@ -115,7 +115,7 @@ def test_a_frame_decodes_from_its_packets_alone(codec: str, gop: str, make_chunk
             assert [row["packet_frame"][key] for key in keys] == list(range(0, len(numbers), 16))
             assert max(len(chunk_.needed_packets(frame)) for frame in range(len(numbers))) <= 3
             references = [row["packet_frame"][n] for n, f in enumerate(row["packet_flags"]) if f & PACKET_REFERENCE]
-            assert len(references) <= 2 * len(keys), "a b-frame is a reference"
+            assert len(references) <= 2 * len(keys), "a B-frame is a reference"
         for frame in {0, len(numbers) - 1, *choose.sample(range(len(numbers)), 6)}:
             picture = chunk_.decode(chunk_.needed_packets(frame))[frame]
             assert np.array_equal(picture, sequential[frame].to_ndarray()), frame

@@ -1,4 +1,4 @@
-"""Chunks at shot boundaries, as arithmetic: their lengths, and what becomes of every frame."""
+"""Tests of the arithmetic of chunks at shot boundaries: their lengths, and the assignment of every frame."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from clipmill.prep.video.spans import shot_chunks, shot_cutting
 
 @st.composite
 def videos(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
-    """(cuts, frames, longest chunk, shortest chunk)"""
+    """Draw (cuts, number of frames, longest chunk, shortest chunk)."""
     longest = draw(st.integers(1, 40))
     shortest = draw(st.integers(1, -(-longest // 2)))
     shots = draw(st.lists(st.integers(1, 100), min_size=1, max_size=60))
@@ -33,11 +33,11 @@ def test_every_frame_is_in_one_chunk_or_in_a_short_shot_without_room_beside_it(
         end = first + frames
     assert all(shortest <= frames <= longest for _, frames in made.chunks)
     borders = {0, *cuts, num_frames}
-    for begin, behind, before, after in gaps:
-        assert behind - begin < shortest and begin in borders and behind in borders
-        # The chunk after it may have grown since, so only what was before it is certain.
-        assert before is None or before + behind - begin > longest
-        assert after is not None or behind == num_frames
+    for begin, gap_end, before, after in gaps:
+        assert gap_end - begin < shortest and begin in borders and gap_end in borders
+        # The chunk after the gap may have grown since, so only the chunk before it is certain.
+        assert before is None or before + gap_end - begin > longest
+        assert after is not None or gap_end == num_frames
     assert made.num_left_out >= len(gaps)
     assert (made.num_left_out == 0) == (not gaps)
 

@@ -1,4 +1,4 @@
-"""The detection of shots for `prep chunk --cut shots`: its failures, its engines, and what a kill leaves."""
+"""Tests of shot detection for `prep chunk --cut shots`: its failures, its engines, and leftovers of a kill."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path:
     failures = {failure.video_id: failure.code for failure in chunk_job(after).planning_failures}
     assert failures == {"gone": "source_missing", "replaced": "source_changed"}
     assert after.plan.unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
-    assert len(read_shots(data)) == 1, "what may be gone at the next run is not stored"
+    assert len(read_shots(data)) == 1, "a failure that may be temporary must not be stored"
 
 
 def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: Path) -> None:

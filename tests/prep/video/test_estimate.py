@@ -1,4 +1,4 @@
-"""The estimate of a plan: from short encodes of some videos, next to what the chunks then take."""
+"""Tests of the estimate of a plan, which encodes parts of some videos, against the actual cost of the chunks."""
 
 import os
 import re
@@ -34,7 +34,7 @@ SETTINGS = Recipe().settings()
 
 @pytest.fixture
 def data(prep: Prep, tmp_path: Path) -> Path:
-    """A data folder with two videos of 8 s, and one that has been cut off since it was read."""
+    """Create a data folder with two videos of 8 s, and one that was truncated after it was probed."""
     videos = tmp_path / "videos"
     videos.mkdir()
     for name, size in (("small", "160x90"), ("large", "320x180"), ("cut", "320x180")):
@@ -57,13 +57,13 @@ def test_a_plan_measures_this_machine_and_these_videos(
     monkeypatch.setenv("TMPDIR", str(scratch))
     quick = ("--preset", "ultrafast", "--data")
     planned = prep("plan", *quick, data, "--json").summary["estimate"]
-    assert planned["num_trials"] == 2, "a video that cannot be encoded is left out"
+    assert planned["num_trials"] == 2, "a video that cannot be encoded must be omitted"
     for name in ("core_hours", "size_bytes"):
         low, high = planned[f"{name}_range"]
         assert 0 < low < planned[name] < high
-    assert list(scratch.iterdir()) == [], "nothing is kept"
+    assert list(scratch.iterdir()) == [], "trials must not leave files"
     made = prep("chunk", *quick, data, "--engine", "processes", "--max-failures", "1", "--json").summary
-    # 8 s of each of two videos; the estimate also counts the third.
+    # The chunks cover 8 s of each of two videos; the estimate also counts the third video.
     assert planned["size_bytes"] / 4 < made["num_bytes_written"] < planned["size_bytes"] * 4
     text = prep("plan", *quick, data, "--bitrate", "200k").stdout
     assert re.search(r"measured by encoding 5 s of \d video", text) and " to " in text and "None" not in text
@@ -71,9 +71,9 @@ def test_a_plan_measures_this_machine_and_these_videos(
 
 def test_the_size_lies_in_the_range_though_one_video_takes_more_than_the_others(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
-    for name in "abcd":  # by size alone, b is not tried
+    for name in "abcd":  # selected by size, the trials would miss b
         strength = 60 if name == "b" else 2
-        pattern = f"noise=alls={strength}:allf=t:all_seed=1"  # without a seed, every run draws other noise
+        pattern = f"noise=alls={strength}:allf=t:all_seed=1"  # without a seed, every run draws different noise
         source = f"testsrc=size=64x64:rate=10:duration=5,{pattern}"
         command = [find_ffmpeg().path, "-loglevel", "error", "-f", "lavfi", "-i", source, "-preset", "ultrafast"]
         subprocess.run([*command, str(tmp_path / f"videos/{name}.mp4")], check=True)
@@ -99,11 +99,11 @@ def test_an_estimate_is_scaled_by_what_the_trials_cost() -> None:
     assert estimate_s.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
     assert estimate_s.size_bytes_range == pytest.approx((2 * plain.size_bytes, 4 * plain.size_bytes))
     assert (plain.core_hours_range, plain.size_bytes_range) == (None, None)
-    # Bytes that follow from a bitrate are not changed by trials.
+    # Trials do not change a size that follows from a bitrate.
     known = estimate(work, trials, settings=replace(SETTINGS, crf=None, bitrate="8k"))
     assert (known.size_bytes, known.size_bytes_range) == (20_000.0, None)
     assert known.core_hours_range == pytest.approx((2 * plain.core_hours, 4 * plain.core_hours))
-    # Those of other videos of the variant give the mean, and the range has those of the trials.
+    # Chunks of other videos in the variant give the mean, and the trials give the range.
     mean = 3.5 * plain.size_bytes / work.seconds.sum()
     known = estimate(work, trials, settings=SETTINGS, bytes_per_second=mean)
     assert known.size_bytes == pytest.approx(3.5 * plain.size_bytes)
@@ -147,7 +147,7 @@ def test_a_busy_machine_and_few_shards_take_longer() -> None:
     free = add_wall_time(cost, num_cores=2, num_shards=16, load=0.0)
     assert free.wall_hours_range == pytest.approx((1.0, 2.0))
     assert add_wall_time(cost, num_cores=2, num_shards=16, load=2.0).wall_hours_range == pytest.approx((1.0, 4.0))
-    # The third shard waits for a worker, and then one core has nothing to do.
+    # The third shard waits for a worker while one core is idle.
     assert add_wall_time(cost, num_cores=2, num_shards=3, load=0.0).wall_hours_range == pytest.approx((1.0, 8 / 3))
     assert add_wall_time(cost, num_cores=8, num_shards=1, load=0.0).wall_hours_range == pytest.approx((2.0, 4.0))
 

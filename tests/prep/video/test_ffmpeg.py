@@ -31,7 +31,7 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     )
     assert outcome.timed_out and outcome.return_code < 0
     assert len(polls) > 1
-    # Killed, a process takes a moment to go on a busy machine; those that were not killed stay.
+    # A killed process takes a moment to disappear on a busy machine; a process that was not killed stays.
     until = time.monotonic() + 10
     while any(_is_in(path, tmp_path) for path in Path("/proc").glob("[0-9]*/cwd")):
         assert time.monotonic() < until

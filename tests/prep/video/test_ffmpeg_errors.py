@@ -1,4 +1,4 @@
-"""What ffmpeg wrote in runs on damaged files, and the failure that it stands for."""
+"""Tests of ffmpeg's messages on damaged files, and the failures that they stand for."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Fingerprints of recipes: what shapes bytes is part of them, and what was made before stays."""
+"""Tests of fingerprints of recipes: they cover all settings that affect bytes, and existing fingerprints stay valid."""
 
 import hashlib
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_another_distance_of_references_is_another_recipe(monkeypatch: pytest.Mo
 
 
 def test_the_arguments_of_a_pass_are_those_of_the_schema() -> None:
-    """What `video/encode.py` adds to the codec's arguments is hashed nowhere: raise RECIPE_SCHEMA with it."""
+    """Increase RECIPE_SCHEMA after changing the arguments in `video/encode.py`, which no fingerprint covers."""
     digest = hashlib.sha256()
     for source in (SOURCE, SourceFacts(**{**vars(SOURCE), "fps": 60.0})):
         for span in (Span(0, 0, (450, 450, 450), False), Span(1, 9000, (450, 100), True)):

@@ -1,4 +1,4 @@
-"""Every output frame shows the source frame that was on show at its time, whatever the source."""
+"""Tests that every output frame shows the source frame of its time, for all kinds of sources."""
 
 import json
 import subprocess
@@ -22,9 +22,9 @@ from tests.prep.numbered import Source, due_frames, frame_numbers
 from tests.prep.running import chunk, manifest
 
 FPS = Fraction(30)
-Chunks = dict[str, list[tuple[dict[str, Any], bytes]]]  # of each source in order: what their json says, and the mp4
-CHUNK_FRAMES = 15  # 500 ms: a whole group of pictures and the beginning of one
-SPAN_S = 10.0  # each source is longer, so that its second span begins with a seek
+Chunks = dict[str, list[tuple[dict[str, Any], bytes]]]  # by source, in order: content of the json member, and the mp4
+CHUNK_FRAMES = 15  # 500 ms: a complete GOP and the start of one
+SPAN_S = 10.0  # each source is longer, so that its second span starts with a seek
 
 SOURCES = [
     Source("ntsc.mp4", Fraction(30000, 1001), 321),
@@ -35,13 +35,13 @@ SOURCES = [
     Source("odd.mp4", Fraction(30), 321, 161, 121, options={"pixel_format": "yuv444p"}),
     Source("offset-mkv.mkv", Fraction(30), 321, tick_s=0.001, options={"start_offset_s": 7.3}),
     Source("offset-wmv.wmv", Fraction(30), 321, tick_s=0.001, options={"codec": "wmv2", "start_offset_s": 7.3}),
-    Source("ts-intra.ts", Fraction(30), 321, tick_s=2e-5, options={"gop": 1}),  # read from 31 or 32 frames before
+    Source("ts-intra.ts", Fraction(30), 321, tick_s=2e-5, options={"gop": 1}),  # reading starts 31 or 32 frames earlier
     # Slides: the last one is shown from 8 to 16 s.
     Source("slides.mp4", Fraction(1, 8), 2),
     Source("ts-hevc.ts", Fraction(30), 321, tick_s=2e-5, options={"codec": "libx265", "open_gop": True, "gop": 100}),
 ]
-# Each differs from one above only by a rate, a container or an encoder that another one covers, there or in
-# test_timelines.py. Of the screen recordings, one frame is shown from 6 to 10.5 s.
+# Each of these sources differs from one above only in a rate, container or encoder that another source covers, here or
+# in test_timelines.py. One frame of the screen recordings is shown from 6 to 10.5 s.
 FURTHER_SOURCES = [
     Source("slow.mp4", Fraction(10), 108),
     Source("offset-pal.mp4", Fraction(25), 269, options={"start_offset_s": 0.73}),
@@ -145,13 +145,13 @@ def test_other_output_rates_and_a_video_that_begins_after_its_sound(tmp_path: Pa
     shown = [number for _, content in chunks_by_source(data)["late"] for number in frame_numbers(content)]
     assert len(shown) == 4 * 25
     for frame, number in enumerate(shown):
-        # Until the first frame begins there is nothing else to show.
+        # Before the first frame starts, it is the only frame that can be shown.
         due = due_frames(times_s, output_frame=frame, fps=Fraction(25), tick_s=1e-3)
         assert number in {max(row - 1, 0) for row in due}
 
 
 def test_frames_without_a_frame_rate_are_shown_to_the_last_one(tmp_path: Path) -> None:
-    """Before ffmpeg 8, the filter setpts takes the frame rate away; later versions can be told to."""
+    """In ffmpeg before 8, the filter setpts removes the frame rate; later versions have an option that does."""
     path = write_numbered(tmp_path / "a.mkv", count=40)
     recipe = resolve(Recipe(len="2s", fps="10", preset="veryfast"), ffmpeg_version="9.0")
     span, program = Span(0, 0, (20, 20), False), find_ffmpeg().path

@@ -1,4 +1,4 @@
-"""`prep index`: chunks whose packets stay in the source files, against a plain decode of each file by PyAV."""
+"""Tests of `prep index`: chunks whose packets stay in the source files, against a plain decode with PyAV."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def with_uneven_frames(path: Path) -> None:
     ffmpeg(*PICTURES, "-vf", select, "-fps_mode", "vfr", *X264, "-bf", 2, path)
 
 
-# Name of a file, and how it is made.
+# File names, and the functions that write the files.
 SOURCES: dict[str, Make] = {
     "plain.mp4": make_with(*X264, "-g", 250),
     "b_pyramid.mp4": make_with("-c:v", "libx264", "-preset", "medium", "-g", 25, *QUIET),
@@ -93,7 +93,7 @@ SOURCES: dict[str, Make] = {
     "tracks.mp4": with_tracks,
     "ends.mkv": make_with(*X264, "-g", 17, "-bf", 2, "-t", 4.4),
 }
-# Of `make nightly` only.
+# Only in `make nightly`.
 VP9 = ("-c:v", "libvpx-vp9", "-b:v", "200k", "-deadline", "good", "-cpu-used", 5)
 MORE: dict[str, Make] = {
     "slow.mkv": make_with(*X264, "-bf", 2, rate="7"),
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 @pytest.fixture(scope="module")
 def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a data folder of all sources; `prep index` refuses some of them."""
+    """Create a data folder of all sources; `prep index` rejects some of them."""
     folder = tmp_path_factory.mktemp("index")
     (folder / "videos").mkdir()
     for name, make in [*SOURCES.items(), *((name, make) for name, (make, _) in REFUSED.items())]:
@@ -142,7 +142,7 @@ def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_frames(path: Path) -> list[tuple[Fraction, NDArray[Any]]]:
-    """The luma of all frames of a file, upright, with their times, as PyAV decodes it from begin to end."""
+    """Return the luma of all frames of a file, upright, with their times, in the order in which PyAV decodes them."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         start = Fraction(container.start_time or 0, 1_000_000)
@@ -164,7 +164,7 @@ def chunks_of(chunks: ChunkSet, video_id: str) -> list[int]:
 
 
 def compare_frames(chunks: ChunkSet, path: Path, *, prefix: str = "") -> None:
-    """Compare frames at random moments of each chunk of a video with a plain decode of its file."""
+    """Compare frames at random times in each chunk of a video with a plain decode of its file."""
     frames, draw = plain_frames(path), random.Random(path.name)
     numbers = chunks_of(chunks, f"{prefix}{path.stem}")
     assert len(numbers) >= 2
@@ -245,7 +245,7 @@ def test_a_source_that_has_changed_moved_or_been_cut_is_named(index_folder: Path
             chunks.decoder.decode(chunks.read(chunks_of(chunks, video_id)[1], {0, 40}))
         reasons[video_id] = failed.value.reason
     assert reasons == {"changed": "checksum", "cut": "shard_unreadable", "moved": "shard_unreadable"}
-    # A new manifest finds the moved file, and nothing has to be read again.
+    # A new manifest finds the moved file, and nothing is read again.
     (tmp_path / "elsewhere.mp4").rename(videos / "moved.mp4")
     manifest(data, videos)
     chunks = ChunkSet(data, split="train", rule="packets")
@@ -320,7 +320,7 @@ def test_a_server_captions_an_index(index_folder: Path) -> None:
             *("--where", "video = 'open_gops'", "--data", data, "--engine", "processes", "--workers", 1, "--json"),
         )
         ran = prep_here("captions", *flags).summary
-        # What the server saw are the frames of the source in the middle of each half, by JPEG.
+        # The server saw the source frame in the middle of each half, as JPEG.
         frames = plain_frames(index_folder / "videos" / "open_gops.mp4")
         assert ran["num_encoded"] == len(server.log) == 3 and ran["failures"] == {}
         assert prep_here("captions", *flags).summary["num_encoded"] == 0 and len(server.log) == 3
@@ -331,7 +331,7 @@ def test_a_server_captions_an_index(index_folder: Path) -> None:
 
 
 def nearest(frames: list[tuple[Fraction, NDArray[Any]]], picture: NDArray[Any]) -> int:
-    """The frame that a picture in BGR shows."""
+    """Return the index of the frame that is most similar to a BGR image."""
     luma = cv2.cvtColor(picture, cv2.COLOR_BGR2GRAY).astype(int)
     return int(np.argmin([np.abs(luma - frame).mean() for _, frame in frames]))
 
@@ -368,7 +368,7 @@ def test_missing_and_changed_sources_are_named_by_status_and_by_the_next_run(tmp
     for name, code in (("gone", "source_missing"), ("grown", "source_changed")):
         assert f"({code}); their chunks cannot be read" in status.stdout and f"{name}: {code}" in status.stdout
     assert "2 sources" in status.stderr and f"next      prep index --len 15s --data {data}" not in status.stdout
-    # A run reads what has changed, and fails for what is missing, which no command makes.
+    # A run reads changed files again, and fails for missing files, which no command can create.
     ran = prep_here(*run, "--json", status=1).summary
     assert ran["failures"] == {"source_missing": 1} and (ran["num_encoded"], ran["num_reused"]) == (1, 2)
     assert prep_here("plan", "index", "--data", data, "--json").summary["lost_sources"] == {"source_missing": 1}
@@ -399,7 +399,7 @@ def test_chunks_of_other_videos_are_copied_when_one_is_removed_or_renamed(tmp_pa
         assert row.select(names).to_pylist() == old.select(names).to_pylist()
     chunks = ChunkSet(data, split="train", rule="packets")
     assert chunks.decoder.decode(chunks.read(chunks_of(chunks, "renamed")[1], {0, 40}))
-    # The bytes are the bytes of an index that is made of the same manifest for the first time.
+    # The result equals a new index of the same manifest.
     prep_here("index", videos, "--data", tmp_path / "again", "--len", "2s", "--workers", 1)
     fresh = {shard.index["key"][row].as_py(): shard.index.slice(row, 1) for shard, row in rows_of(tmp_path / "again")}
     assert {key: row.drop_columns(OFFSETS).to_pylist() for key, row in copied.items()} == {

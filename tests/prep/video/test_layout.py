@@ -12,7 +12,7 @@ from clipmill.prep.core.tables import LAYOUT, read_layout, video_rows_of, write_
 from clipmill.prep.video.settings import SPAN_CHUNKS
 from clipmill.prep.video.spans import MAX_SHARD_CHUNKS, extend_layout, required_rows, shards_of_moved_videos
 
-Videos = list[tuple[str, str, int]]  # video_id, split, chunks
+Videos = list[tuple[str, str, int]]  # video_id, split, number of chunks
 SPLITS = ["train", "val", "test"]
 VIDEOS = st.lists(
     st.tuples(st.integers(0, 30).map("v{}".format), st.sampled_from(SPLITS), st.integers(0, 90)),
@@ -46,7 +46,7 @@ def wanted_spans(layout: pa.Table, videos: Videos) -> list[tuple[str, int]]:
 @settings(deadline=None)
 @given(manifests=st.lists(VIDEOS, min_size=1, max_size=5))
 def test_every_span_has_one_shard_and_none_ever_moves(manifests: list[Videos]) -> None:
-    """Whatever becomes of the manifest: videos come, go, grow, shrink and change their split."""
+    """Change the manifest in any way: videos are added and removed, grow, shrink and change their split."""
     layout = LAYOUT.empty_table()
     for videos in manifests:
         longer = extend(layout, videos)

@@ -1,4 +1,4 @@
-"""The page of `prep inspect --html`: which chunks, their clips, several pages, and what a browser makes of it."""
+"""Tests of the page of `prep inspect --html`: its chunks, their clips, several pages, and its content as HTML."""
 
 import html
 import json
@@ -54,12 +54,12 @@ class _Page(HTMLParser):
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clips go to a folder, however few they are."""
+    """Write clips to a folder, however few they are."""
     monkeypatch.setattr(cards, "EMBEDDED_BYTES", 0)
 
 
 def chunks_of(splits: dict[str, int]) -> Chunks:
-    """One video with as many chunks of each split."""
+    """Return chunks of one video, with the given number for each split."""
     split = np.repeat(np.arange(len(splits), dtype=np.int32), list(splits.values()))
     number = np.arange(len(split))
     return Chunks(
@@ -152,7 +152,7 @@ def test_the_captions_of_chunks_are_counted_as_the_shards_have_them(shard_set: S
         chunks = read_chunks(variant)
         counts = count_captions(chunks, shard_set.data)
         assert {chunks.key(row): int(count) for row, count in enumerate(counts)} == stored and counts.any()
-        (shard_set.variant / "chunks.arrow").unlink(missing_ok=True)  # then from the indexes
+        (shard_set.variant / "chunks.arrow").unlink(missing_ok=True)  # then the chunks are read from the indexes
 
 
 def test_what_is_missing_or_damaged_is_a_named_hole(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
@@ -190,7 +190,8 @@ def test_an_expression_chooses_the_chunks(prep: Prep, shard_set: ShardSet, tmp_p
 
 
 def test_labels_choose_chunks_and_stand_on_their_cards(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
-    # Two captions of a video share its label, which the manifest stores once; the other label is of a part of a video.
+    # Two captions of a video share its label, which the manifest stores once; the other label belongs to a part of a
+    # video.
     rows = [
         {"video": "short", "split": "val", "text": ["a", "b"], "label_success": True},
         {

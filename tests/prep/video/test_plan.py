@@ -1,4 +1,4 @@
-"""What a plan says of each shard: a function of plain tables, without a file."""
+"""Tests of what a plan decides for each shard: a function of plain tables, without files."""
 
 import hashlib
 import io

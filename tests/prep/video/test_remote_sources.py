@@ -1,4 +1,4 @@
-"""`prep chunk` of videos in a bucket, or on a web server: the shards of the local files, and failures by name."""
+"""Tests of `prep chunk` with videos in a bucket or on a web server: shards equal local ones, and failures are named."""
 
 import csv
 import hashlib
@@ -38,7 +38,7 @@ RECIPE = resolve(Recipe(len="500ms", preset="ultrafast", short_side=96), ffmpeg_
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
-    """A video whose spans lie in several shards, a short one of another container, and a text."""
+    """Write a video whose spans are in several shards, a short one in a different container, and a text."""
     folder = tmp_path_factory.mktemp("videos")
     write_video(folder / "long.mp4", seconds=22)
     write_scenes(folder / "val" / "short.mkv", [40, 30])
@@ -55,7 +55,7 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local_shards(videos: Path, captions: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The shards of the local files."""
+    """Return the shards of the local files."""
     data = tmp_path_factory.mktemp("local")
     prep_here("manifest", "folder", videos, "--captions", captions, "--data", data)
     return shards(data, chunk(data, *LEN, status=1))
@@ -63,7 +63,7 @@ def local_shards(videos: Path, captions: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def uploaded_videos(videos: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Address of the videos in a bucket; copies go to a folder of their own."""
+    """Upload the videos to a bucket and return its URL; copies go to a separate folder."""
     for path in videos.rglob("*.m*"):
         open_objects(bucket).write(f"videos/{path.relative_to(videos)}", path)
     (tmp_path / "scratch").mkdir()
@@ -79,7 +79,7 @@ def web(videos: Path) -> Iterator[HttpFolder]:
 
 
 def shards(data: Path, summary: dict[str, object]) -> dict[str, str]:
-    """Checksums of tars and indexes; the failures have the paths of their sources."""
+    """Return the checksums of tars and indexes; failures are not compared, because they contain paths of sources."""
     digests = contents(variant_folder(data, summary))
     return {name: checksum for name, checksum in digests.items() if name.endswith((".tar", ".arrow"))}
 
@@ -95,13 +95,13 @@ def test_shards_of_a_bucket_are_those_of_the_local_files(
     data = tmp_path / "data"
     open_objects(uploaded_videos).write("captions.csv", captions)
     prep_here("manifest", "folder", uploaded_videos, "--captions", f"{uploaded_videos}/captions.csv", "--data", data)
-    prep("plan", *LEN, "--data", data)  # a process of its own, which keeps no copy of its trial encodes
+    prep("plan", *LEN, "--data", data)  # a separate process, which deletes the copy for its trial encodes
     wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
     faults.set()
     summary = chunk(data, *LEN, status=1)
     assert shards(data, summary) == local_shards and summary["num_chunks"] > 40
     whole = [path for method, path in faults.seen().requests if method == "GET" and path.endswith("long.mp4")]
-    assert len(whole) == 1, "all shards of this video use one copy"
+    assert len(whole) == 1, "all shards of this video must use one copy"
     wait_until(lambda: not list((tmp_path / "scratch").iterdir()))
     assert chunk(data, *LEN)["num_encoded"] == 0
     status = prep_here("status", "--data", data).stdout
@@ -128,7 +128,7 @@ def test_videos_and_data_folder_in_one_bucket(
     for name, key in keys.items():
         assert hashlib.sha256(open_objects(f"{data}/video").read(key)).hexdigest() == local_shards[name]
     again = prep_here("manifest", "folder", bucket, "--captions", captions, "--data", data, "--yes", "--json")
-    assert again.summary["num_videos"] == 3, "the data folder is skipped"
+    assert again.summary["num_videos"] == 3, "the data folder must be skipped"
 
 
 def test_a_table_of_urls_on_a_web_server(tmp_path: Path, web: HttpFolder, local_shards: dict[str, str]) -> None:
@@ -183,7 +183,7 @@ def test_a_limit_that_a_source_exceeds_is_a_failure_until_it_is_raised(
     prep_here("manifest", "folder", bucket, "--data", data)
     summary = chunk(data, *LEN, "--scratch-size", "1kB", status=1)
     assert failures(data, summary) == {"a": "source_too_large"}
-    assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
+    assert chunk(data, *LEN)["num_encoded"] == 5, "failures must be tried again without prep retry"
     for size in ("60", "60XB", "x", "1e3GB"):
         ran = prep_here("chunk", *LEN, "--data", data, "--scratch-size", size, status=2)
         assert f'--scratch-size "{size}" is not a size' in ran.error
@@ -203,11 +203,12 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
     assert error.startswith(f"error: {bucket}: access denied") and error.endswith("for all 2 sources there")
     assert "credentials" in hint
 
-    faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))  # listed, and not read
+    # The object can be listed but not read.
+    faults.set(Fault("error", method="GET", path=r"a\.mkv", status=403, code="AccessDenied"))
     stdout = prep_here(*command, status=1).stdout
     assert "1 x access_refused: the server denies access" in stdout and "not a readable video" not in stdout
     faults.set()
-    assert chunk(data, *LEN)["num_encoded"] == 5, "without being asked for"
+    assert chunk(data, *LEN)["num_encoded"] == 5, "failures must be tried again without prep retry"
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "NoSuchBucket"])
@@ -221,12 +222,12 @@ def test_a_bucket_that_refuses_everything_ends_a_run_at_once(
     command = ("chunk", *LEN, "--data", data, "--engine", "processes", "--workers", 1, "--max-failures", "100%")
     status = 404 if code == "NoSuchBucket" else 400
     refusal = Fault("error", method="GET", path=r"2\.mkv", status=status, code=code, spreads=True)
-    faults.set(refusal)  # while they are probed
+    faults.set(refusal)  # during the probes
     error, hint = messages(prep_here(*command, status=3).stderr)
     assert error.startswith(f"error: {bucket}/2.mkv: the ") and "run the same command again" in hint
     faults.set()
     prep_here("plan", *LEN, "--data", data)
-    faults.set(refusal)  # once they are probed
+    faults.set(refusal)  # after the probes
     (failed,) = messages(prep_here(*command, status=3).stderr)
     assert failed.startswith("failed: stopped: ")
     assert ("does not exist" if code == "NoSuchBucket" else f"the credentials are refused ({code})") in failed

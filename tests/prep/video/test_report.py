@@ -1,4 +1,4 @@
-"""Plans and `prep status` say what is missing, why, and what makes it."""
+"""Tests of plans and `prep status`: they state what is missing, why, and which command makes it."""
 
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""A second run makes what is new, changed, missing or damaged, from reusable bytes where there are any.
+"""Tests of reruns: they make what is new, changed, missing or damaged, and copy existing bytes where possible.
 
-The set, in chunks of 500 ms and spans of 20 of them: shards 0 (video a), 1 (the end of a), 2 (b), 3 (the end of b,
-and c).
+The set has chunks of 500 ms and spans of 20 chunks. Its shards are 0 (video a), 1 (the end of a), 2 (b), and 3 (the end
+of b, and c).
 """
 
 import json
@@ -22,7 +22,7 @@ CAPTIONS = "video,text,begin_s,end_s\na,words of a,11,12\nc,first words,0,3\nc,l
 
 
 class Set:
-    """A prepared data folder beside its videos."""
+    """Prepared data folder next to its videos."""
 
     def __init__(self, root: Path) -> None:
         self.videos, self.data, self.captions = root / "videos", root / "data", root / "captions.csv"
@@ -39,7 +39,7 @@ class Set:
         manifest(self.data, self.videos, "--captions", self.captions)
 
     def chunk(self, *settings: object) -> tuple[int, int]:
-        """Runs; (chunks encoded, chunks taken over)."""
+        """Run `prep chunk`; return the numbers of chunks that were encoded and taken over."""
         summary = chunk(self.data, *SETTINGS, *settings)
         return summary["num_encoded"], summary["num_reused"]
 
@@ -52,7 +52,7 @@ class Set:
         return {sample["__key__"]: sample["mp4"] for sample in self.variant.iterate()}
 
     def of_shards(self, *shard_ids: int) -> dict[str, tuple[int, int]]:
-        """Identities of the files of some shards."""
+        """Return the identities of the files of some shards."""
         prefixes = tuple(f"{shard_id:06d}" for shard_id in shard_ids)
         return {name: who for name, who in identities(self.folder).items() if Path(name).name.startswith(prefixes)}
 
@@ -74,7 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
 
 @pytest.fixture
 def finished_set(root: Path) -> Iterator[Set]:
-    """The set as it was made, under the path that it was made under."""
+    """Return the set in its original state, under its original path."""
     shutil.rmtree(root)
     shutil.copytree(root.with_name("pristine"), root)
     yield Set(root)
@@ -125,7 +125,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(finished_set: S
     assert current_variant(finished_set.data, "video") != old.name
     assert finished_set.variant.recipe["gop"] == "intra"
     assert identities(old) == before
-    # The old settings again: the old variant is the current one once more, and nothing is encoded.
+    # With the old settings, the old variant becomes current again, and nothing is encoded.
     ran = prep_here("chunk", *flags)
     assert (
         "nothing to encode" in ran.stdout and f"variant  {old.name} is complete, and becomes the current" in ran.stderr
@@ -198,7 +198,7 @@ def test_a_plan_says_in_words_what_happens_to_the_chunks(
     finished_set.chunk()
     files = [path for path in finished_set.folder.glob("00*") if path.name not in before]
     low, high = disk["added_bytes_range"]
-    assert len(files) == 6 and low < sum(path.stat().st_size for path in files) < high, "copies are written too"
+    assert len(files) == 6 and low < sum(path.stat().st_size for path in files) < high, "copies must count as written"
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_committed_chunks_outlive_their_source(finished_set: Set) -> None:
     source.rename(kept)
     assert finished_set.chunk() == (0, 0)
     assert contents(finished_set.folder) == before
-    # A lost shard cannot be made without its source; that is told, and every intact chunk stays, the three
-    # of the damaged span too.
+    # A lost shard cannot be made without its source. The run reports this and keeps every intact chunk, including the
+    # three in the damaged span.
     finished_set.tar(2).unlink()
     flip_payload(finished_set, "b_000011000")
     summary = chunk(finished_set.data, *SETTINGS, status=1)
@@ -257,7 +257,7 @@ def test_committed_chunks_outlive_their_source(finished_set: Set) -> None:
     ]
     plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
     assert "kept     37 chunks in 4 shards; 21 failed, see prep status\n" in plan
-    # While the source is away nothing is tried; when it is back, the same command makes what failed.
+    # While the source is missing, nothing is tried. Once it is back, the same command makes the failed chunks.
     assert chunk(finished_set.data, *SETTINGS)["num_shards_made"] == 0
     kept.rename(source)
     again = chunk(finished_set.data, *SETTINGS)
@@ -274,7 +274,7 @@ def test_videos_that_return_find_their_chunks_until_gc(finished_set: Set, write_
     finished_set.manifest()
     plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
     assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed or moved" in plan, plan
-    # Single bytes of a tar and an index that no commit names: what they hit is encoded, and never copied.
+    # Damage single bytes of a tar and an index without a commit: the affected chunks are encoded, never copied.
     (tar,), (index,) = finished_set.folder.glob("000003-*.tar"), finished_set.folder.glob("000000-*.index.arrow")
     for path, content in ((tar, old["c_000002000"][1000:1100]), (index, b"a_000001500")):  # payload; key, unprotected
         data = bytearray(path.read_bytes())
@@ -298,7 +298,7 @@ def test_a_video_that_changes_its_split_is_in_one_shard_only(finished_set: Set) 
     assert "video removed or moved to another split" in plan
     assert ": the split of the videos has changed" in plan
     assert finished_set.chunk() == (0, 38), (
-        "nothing is encoded: a has other captions, c is in another split, b in its shard"
+        "nothing is encoded: a has new captions, c a new split, and b shares a shard with c"
     )
     shards = {shard.shard_id: shard for shard in finished_set.variant.shards()}
     assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {

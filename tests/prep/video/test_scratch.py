@@ -1,4 +1,4 @@
-"""Scratch space: what killed workers leave goes, and nothing else does."""
+"""Tests of scratch space: the leftovers of killed workers are removed, and nothing else is."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 HOLD = (
     "from clipmill.prep.video.worker import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
 )
-# Forks a worker for each moment, which ends at its n-th call that changes the file system, before it does anything. The
-# first that comes to its own end is the last.
+# Program that forks a worker for each moment; the worker exits just before its n-th call that changes the file system.
+# The first worker that completes is the last one.
 KILLED = """
 import os, pathlib, sys
 from clipmill.prep.video.worker import remove_abandoned, scratch_folder
@@ -54,7 +54,7 @@ for moment in range(100):
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """$TMPDIR."""
+    """Set $TMPDIR."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 

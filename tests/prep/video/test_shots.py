@@ -1,4 +1,4 @@
-"""`prep chunk --cut shots`, from videos with known cuts to chunks whose frames carry their number."""
+"""Tests of `prep chunk --cut shots`, from videos with known cuts to chunks whose frames carry their number."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from clipmill.train.data.chunks import ChunkSet
 from tests.prep.running import chunk, contents, identities, manifest, prep_here
 from tests.prep.scenes import QUICK, SETTINGS, run_here, scene_number, write_scenes
 
-# Scenes by their numbers of frames: too short at the beginning, in the middle and at the end; too long; left out.
+# Scenes by their numbers of frames: too short at the start, in the middle and at the end; too long; omitted.
 VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "plain": ([20, 45, 60, 18, 60, 44, 150, 25], {}),
     "ntsc": ([45, 60, 36], {"fps": Fraction(30000, 1001), "start_offset_s": 1.5, "rotation_degrees": 90}),
@@ -33,12 +33,13 @@ VIDEOS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "one": ([1], {}),
 }
 MAX_FRAMES, MIN_FRAMES = 60, 30
-Chunks = dict[str, list[tuple[dict[str, Any], list[int]]]]  # of each source: what their json says, and their numbers
+# By source: the content of the json member, and the numbers of the frames.
+Chunks = dict[str, list[tuple[dict[str, Any], list[int]]]]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A data folder and the summary of the run that made it."""
+    """Data folder, and the summary of the run that made it."""
 
     videos: Path
     data: Path
@@ -74,22 +75,22 @@ def chunks(finished_shots: Made) -> Chunks:
 
 
 def places(chunks: Chunks, name: str) -> list[tuple[int, int]]:
-    """(first frame, number of frames) of each chunk of a source."""
+    """Return (first frame, number of frames) of each chunk of a source."""
     return [(int(Fraction(*record["begin_s"]) * 30), record["num_frames"]) for record, _ in chunks[name]]
 
 
 def test_chunks_end_where_scenes_end(chunks: Chunks) -> None:
     assert places(chunks, "plain") == [
-        # 0: 20 frames, which do not fit to the 45 after them.
+        # 0: 20 frames, which do not fit with the 45 frames after them.
         (20, 45),
         (65, 60),
-        # 125: 18 frames, which fit neither to the 60 before nor to the 60 after them.
+        # 125: 18 frames, which fit neither with the 60 frames before nor with the 60 frames after them.
         (143, 60),
         (203, 44),
         (247, 50),
         (297, 50),
         (347, 50),
-        # 397: 25 frames, which do not fit to the 50 before them.
+        # 397: 25 frames, which do not fit with the 50 frames before them.
     ]
     assert [numbers for _, numbers in chunks["plain"]] == [
         list(range(first, first + frames)) for first, frames in places(chunks, "plain")
@@ -123,7 +124,7 @@ def test_a_detector_that_sees_cuts_everywhere_gives_chunks_of_lawful_length(chun
 
 
 def test_training_reads_each_chunk_by_its_packets(finished_shots: Made, chunks: Chunks) -> None:
-    """And knows where shots were left out: a clip never reaches over such a gap."""
+    """Training also knows where shots were omitted: no clip spans such a gap."""
     read = ChunkSet(finished_shots.data, split="train", rule="packets")
     starts = [read.key(row) for row in range(len(read.table))]
     counts: dict[int, int] = {}
@@ -185,7 +186,7 @@ def test_a_plan_before_the_detection_says_what_it_does_not_know_and_searches_not
     assert identities(data) == before
     summary = run_here(data, "--threshold", "50")
     assert summary["variant"] != finished_shots.summary["variant"] and summary["num_searched"] == 6
-    assert len(read_shots(data)) == 12, "the first variant still needs its own"
+    assert len(read_shots(data)) == 12, "the first variant still needs its shots"
     # The flags that status and verify print make the same variants.
     for name in (finished_shots.summary["variant"], summary["variant"]):
         flags = column.COLUMN.flags(Variant(data / "video" / name).recipe)
@@ -223,16 +224,16 @@ def test_a_replaced_source_is_searched_and_encoded_again_and_no_other(finished_s
     data, videos = finished_shots.copy(tmp_path).data, tmp_path / "videos"
     shutil.copytree(finished_shots.videos, videos)
     manifest(data, videos)
-    assert run_here(data)["num_searched"] == 0, "shots belong to content, not to paths"
+    assert run_here(data)["num_searched"] == 0, "shots are stored by content, not by path"
     write_scenes(videos / "still.mp4", [60, 50])
     assert "unknown  1 video" in prep_here("plan", "--data", data, *SETTINGS, *QUICK).stdout
     summary = run_here(data)
     assert (summary["num_searched"], summary["num_encoded"]) == (1, 2)
-    assert len(read_shots(data)) == 7, "what is known of the old content stays, because it may return"
+    assert len(read_shots(data)) == 7, "the shots of the old content stay, because it may return"
 
 
 def test_other_cuts_of_the_same_source_change_its_shard_and_no_other_span(finished_shots: Made, tmp_path: Path) -> None:
-    """As another version of a decoder may find them, once the stored ones are lost."""
+    """A different version of a decoder may find different cuts after the stored ones are lost."""
     data = finished_shots.copy(tmp_path).data
     rows = read_shots(data).to_pylist()
     (still,) = [row for row in rows if row["num_frames"] == 130]

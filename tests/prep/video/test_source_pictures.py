@@ -1,4 +1,4 @@
-"""Crops, shapes, orientations and colours of sources, as players show them."""
+"""Tests of crops, aspect ratios, orientations and colours of sources: chunks show them as players do."""
 
 import struct
 from io import BytesIO
@@ -16,7 +16,7 @@ from tests.prep.video.test_frames import chunks_by_source
 
 
 def chunk_pictures(data: Path) -> list[np.ndarray]:
-    """The first picture of every chunk in a data folder, gray."""
+    """Return the first frame of every chunk in a data folder, in gray."""
     pictures = []
     for of_source in chunks_by_source(data).values():
         for _, content in of_source:
@@ -26,7 +26,7 @@ def chunk_pictures(data: Path) -> list[np.ndarray]:
 
 
 def test_a_part_of_another_shape_keeps_its_shape(tmp_path: Path) -> None:
-    """From 4:3 to 16:9 with the same number of pixels, as broadcasts change: a circle stays a circle."""
+    """Change from 4:3 to 16:9 with the same number of pixels, as broadcasts do: a circle stays a circle."""
     streams = []
     for begin_s, aspect in ((1, "1"), (3, "4/3")):
         streams.append(tmp_path / f"{begin_s}.ts")
@@ -58,7 +58,7 @@ def test_a_part_of_another_shape_keeps_its_shape(tmp_path: Path) -> None:
 
 
 def test_pixels_of_an_mp4_become_square(tmp_path: Path) -> None:
-    """In one that is read by its index, and where frames of their own say nothing of it."""
+    """Use an MP4 that is read by its index, and a MOV whose frames do not state the pixel aspect."""
     (tmp_path / "videos").mkdir()
     for name, encoder in (("a.mp4", "libx264"), ("b.mov", "mjpeg")):
         source = ("-f", "lavfi", "-i", "color=white:s=192x240:r=10:d=2,setsar=4/3")
@@ -70,7 +70,7 @@ def test_pixels_of_an_mp4_become_square(tmp_path: Path) -> None:
 
 
 def test_a_shape_changes_with_its_frame(tmp_path: Path) -> None:
-    """Where the frame rate is reduced, and the first frame of the other shape begins between two output frames."""
+    """Reduce the frame rate, with a change of aspect between two output frames."""
     streams = []
     for begin_s, aspect in ((1, "1"), (3.04, "4/3")):
         streams.append(tmp_path / f"{begin_s}.ts")
@@ -91,7 +91,7 @@ def test_a_crop_of_the_container_is_applied(tmp_path: Path) -> None:
     bars = "color=white:s=320x192:r=10:d=2,pad=320:288:0:48"
     ffmpeg("-f", "lavfi", "-i", bars, "-c:v", "libx264", "-live", 1, "-write_crc32", 0, video)
     content = video.read_bytes()
-    # Into the element Video (E0), whose size and those of its parents are fixed numbers of bytes here.
+    # Insert into the Video element (E0), whose size and whose parents' sizes have fixed numbers of bytes here.
     video.write_bytes(with_crop(content, {0x54BB: 48, 0x54AA: 48}))
     manifest(tmp_path / "data", video.parent)
     chunk(tmp_path / "data", "--len", "2s", "--fps", 10)
@@ -103,16 +103,16 @@ def test_a_crop_of_the_container_is_applied(tmp_path: Path) -> None:
 
 
 def with_crop(content: bytes, crop: dict[int, int]) -> bytes:
-    """A Matroska file of unknown length with elements for a crop in its only track."""
+    """Return a Matroska file of unknown length with crop elements in its only track."""
 
     def element(name: bytes, body: bytes) -> bytes:
         return name + (len(body) | 1 << 28).to_bytes(4, "big") + body
 
     def body_of(content: bytes, name: bytes) -> tuple[int, int, int]:
-        """Where an element begins, where its body begins, and where it ends."""
+        """Return the start of an element, the start of its body, and its end."""
         begin = (
             content.rindex(name) if len(name) > 1 else content.index(name)
-        )  # the first may be in a list of positions
+        )  # the first occurrence may be in a list of positions
         head = begin + len(name)
         length_bytes = 9 - content[head].bit_length()
         length = int.from_bytes(content[head : head + length_bytes], "big") & (1 << 7 * length_bytes) - 1

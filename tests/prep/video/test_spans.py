@@ -37,7 +37,7 @@ def test_spans_cover_the_chunks_once_and_never_move(num_frames: int, chunk_frame
     spans = [span_of(chunks, index=index, span_chunks=7) for index in range(-(-len(chunks) // 7))]
     assert [frames for span in spans for frames in span.chunk_frames] == chunks
     assert [span.is_last for span in spans] == [False] * (len(spans) - 1) + [True] * bool(spans)
-    # A longer video has its spans at the same places.
+    # The spans of a longer video start at the same frames.
     assert [span.first_frame for span in spans] == [7 * chunk_frames * index for index in range(len(spans))]
     starts = [start for span in spans for start in span.chunk_starts()]
     assert starts == [chunk_frames * n for n in range(len(chunks))]

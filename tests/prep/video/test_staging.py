@@ -1,4 +1,4 @@
-"""Copies of remote sources: fetched once by a node, within a limit, and gone when nobody needs them."""
+"""Tests of copies of remote sources: a node fetches each once, within a limit, and removes copies that nobody needs."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.object_storage.faults import Fault, Faults
 from tests.prep.running import wait_until
 
-# Uses the sources whose URLs are lines of its input one after another, and prints the paths.
+# Program that reads URLs from its input, uses these sources one after another, and prints the paths.
 USE = """
 import sys
 from clipmill.prep.video.span_task import StagedSources
@@ -33,7 +33,7 @@ SIZE = 100_000
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the copies of a node."""
+    """Return the folder of a node's copies."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(staging, "_WAIT_S", 0.02)
     yield tmp_path / f"sources-clipmill-{os.geteuid()}"
@@ -49,7 +49,7 @@ def leave() -> None:
 
 @pytest.fixture
 def urls(bucket: str) -> list[str]:
-    """Three objects of SIZE bytes."""
+    """Upload three objects of SIZE bytes."""
     objects = open_objects(bucket)
     for number in range(3):
         objects.write(f"{number}.mp4", bytes([number]) * SIZE)
@@ -71,7 +71,7 @@ def ask(process: "subprocess.Popen[str]", url: str) -> Path:
 
 
 def copies(root: Path) -> set[int]:
-    """First byte of every copy."""
+    """Return the first byte of every copy."""
     return {path.read_bytes()[0] for path in root.glob("objects/*") if len(path.name) == 32}
 
 
@@ -82,7 +82,7 @@ def test_a_copy_is_fetched_once_and_shared_by_processes(root: Path, urls: list[s
         here = sources.path_of(urls[1])
         assert here == second_path and here.read_bytes() == b"\1" * SIZE
         assert sources.path_of(urls[1]) == here
-        assert faults.seen().methods() == {"HEAD": 1}, "asked whether it has changed, and not fetched again"
+        assert faults.seen().methods() == {"HEAD": 1}, "one check for changes, and no second download"
         assert root.stat().st_mode & 0o777 == 0o700
 
 
@@ -107,7 +107,7 @@ def test_unused_copies_make_room_the_oldest_first(root: Path, urls: list[str]) -
         held = others.path_of(urls[0])
         sources.path_of(urls[1])
         sources.path_of(urls[2])
-        assert copies(root) == {0, 2} and held.exists(), "the oldest one is in use"
+        assert copies(root) == {0, 2} and held.exists(), "the oldest copy is in use"
         others.release()
         sources.path_of(urls[1])
         assert copies(root) == {1, 2}
@@ -145,7 +145,9 @@ def test_what_a_killed_worker_leaves_is_taken_over_or_removed(root: Path, urls: 
             worker.send_signal(signal.SIGKILL)
             worker.wait()
             faults.set()
-            assert sources.path_of(urls[1]).read_bytes() == b"\1" * SIZE, "the reservation of a killed worker is void"
+            assert sources.path_of(urls[1]).read_bytes() == b"\1" * SIZE, (
+                "the reservation of a killed worker must expire"
+            )
             assert not list(root.glob("locks/room-*")) and not list(root.glob("objects/.tmp-*"))
             (root / "notes.txt").touch()
     leave()

@@ -1,6 +1,6 @@
-"""Sources with irregular timelines: every frame is shown once, at its time, with and without sound.
+"""Tests of sources with irregular timelines: every frame is shown once, at its time, with and without audio.
 
-Ordinary sources are in test_frames.py. The output has the frame rate of the sources, so that every number is exact.
+test_frames.py covers ordinary sources. The output has the frame rate of the sources, so that every number is exact.
 """
 
 from fractions import Fraction
@@ -26,7 +26,7 @@ from tests.prep.video.test_frames import chunks_by_source
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """All kinds in one folder, and what each has to show."""
+    """Write all kinds of sources into one folder; return it with the frames that each must show."""
     folder, due = tmp_path_factory.mktemp("videos"), {}
     for name, (write, _) in KINDS.items():
         made = tmp_path_factory.mktemp(name.replace(".", "-"))
@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 
 
 def make_chunks(videos: Path, data: Path, *, audio: str) -> dict[str, list[int]]:
-    """Make chunks of videos; return the frame numbers that the chunks of each show."""
+    """Make chunks of videos; return the frame numbers that the chunks of each video show."""
     manifest(data, videos)
     settings = ("--len", "1s", "--fps", FPS, "--keyint", 10, "--preset", "ultrafast", "--audio", audio)
     chunk(data, *settings, status=None)
@@ -50,7 +50,7 @@ def make_chunks(videos: Path, data: Path, *, audio: str) -> dict[str, list[int]]
 def chunks(
     sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, list[int]], Path]:
-    """Chunks with the sound of the sources that have one."""
+    """Make chunks with the audio of the sources that have audio."""
     data = tmp_path_factory.mktemp("data")
     return make_chunks(sources[0], data, audio="keep"), data
 
@@ -59,7 +59,7 @@ def chunks(
 def silent_chunks(
     sources: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[int]]:
-    """Chunks of the sources with sound, without it."""
+    """Make chunks without audio from the sources that have audio."""
     videos = tmp_path_factory.mktemp("with-sound")
     for name in WITH_SOUND:
         (videos / name).hardlink_to(sources[0] / name)
@@ -98,14 +98,14 @@ def test_captions_of_a_file_are_made_of_the_same_frames(name: str, sources: tupl
     due, shown = sources[1][name], []
     for clip in window_clips(sources[0] / name, Sampling(num_frames=FPS), size_px=96, length_us=US_PER_S):
         shown += [read_frame_number(planes[: 96 * 96].reshape(96, 96)) for planes in clip.video]
-    assert shown == due  # ten moments of each second, in the middle of what frames of the chunks show
+    assert shown == due  # ten times per second, in the middle of the chunks' frames
 
 
 @pytest.mark.parametrize(
     ("shown_s", "code"),
     [
         ([0.0, 0.1, 0.2, 0.3, 0.4], None),
-        ([0.0, 0.0, 0.1, 0.2, 0.4], None),  # a frame is missing, as the second of two fields would be
+        ([0.0, 0.0, 0.1, 0.2, 0.4], None),  # a frame is missing, like the second of two fields
         ([1.0, 1.1, 1.2, 1.3, 1.4], FailureCode.FRAMES_DIFFER),  # a second too late
         ([-0.5, -0.4, -0.3, -0.2, -0.1], FailureCode.FRAMES_DIFFER),  # half a second too early
         ([0.0, 0.0, 0.0, 0.0, 0.0], FailureCode.SOURCE_TRUNCATED),
@@ -124,14 +124,17 @@ def test_encoded_frames_are_compared_with_the_packets(shown_s: list[float], code
 
 
 def test_pictures_of_an_mpeg_ps_follow_one_another_until_time_starts_again() -> None:
-    """Its third picture has a wrong guess, and durations are rounded down."""
+    """The time of the third frame is a wrong guess, and durations are rounded down."""
     times, is_b = np.array([0, 3754, 3800, 11261, 0, 3754]), np.zeros(6, bool)
     shown, ordered = times_in_display_order(times, np.full(6, 3753), is_b)
     assert shown.tolist() == ordered.tolist() == [0, 3754, 7507, 11261, 0, 3754]
 
 
 def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
-    """By too little to begin a part, between the first two of three streams; they are large enough for an index."""
+    """The times go back by too little to start a new part, between the first two of three streams.
+
+    The streams are large enough for an index.
+    """
     pictures = ("-f", "lavfi", "-i", f"testsrc2=s=960x720:r={FPS}:d=0.5", "-c:v", "libx264", "-g", 1, "-qp", 2)
     streams = [tmp_path / f"{number}.ts" for number in range(3)]
     for stream, begin_s in zip(streams, (1, 1.35, 1), strict=True):

@@ -1,4 +1,4 @@
-"""The videos of a manifest, of which a plan reads a few at a time."""
+"""Tests of the videos of a manifest, which a plan reads a few at a time."""
 
 import io
 from pathlib import Path
