@@ -1,4 +1,4 @@
-"""One launch of two ranks that many tests look at: a launch costs more than what it does."""
+"""Runs of one process and of two ranks that many tests share, because a launch takes longer than its work."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ ONE = World()
 
 @dataclass(frozen=True)
 class Runs:
-    """Folders of runs: of one process in `one`, of two ranks in `two`."""
+    """Folders of runs: `one` holds the runs of one process, `two` the runs of two ranks."""
 
     one: Path
     two: Path
@@ -38,9 +38,9 @@ class Runs:
 
 
 def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]:
-    """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`.
+    """Return the environment that SLURM sets for a job of two processes on this machine.
 
-    Among them are `train` and `torchrun`, run by `python`.
+    The programs in `folder` replace SLURM's programs, and `train` and `torchrun`, which `python` runs.
     """
     programs = folder / "bin"
     programs.mkdir()
@@ -50,7 +50,7 @@ def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]
         "scontrol": f'if [[ "$1" == requeue ]]; then echo "$2" >> {requeued}; else echo 127.0.0.1; fi',
         "train": f'exec {python} -m clipmill.train.cli "$@"',
         "torchrun": f'exec {python} -m torch.distributed.run "$@"',
-        # As the real one: it signals the processes of the job's steps, not the script.
+        # Like the real scancel, this signals the processes of the job's steps, not the script.
         "scancel": f'[[ "$*" == "--signal=TERM {job}" ]] && kill -TERM "$(cat {step})"',
     }
     for name, content in fakes.items():
@@ -69,7 +69,7 @@ def slurm_environment(folder: Path, *, job: int, python: Path) -> dict[str, str]
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What `tests.train.distributed.runs` makes on one process and on two."""
+    """Runs that `tests.train.distributed.runs` makes on one process and on two."""
     data_dir = write_columns(tmp_path_factory.mktemp("columns"))
     made = Runs(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two"), data_dir)
     train_plane(exact_plane(made.one / "plane", keep_checkpoints=9), ONE)

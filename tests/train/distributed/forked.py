@@ -1,4 +1,4 @@
-"""Ranks, forked off a process that has imported what they need."""
+"""Ranks that are forked from a process with their modules already imported."""
 
 import os
 import socket
@@ -14,13 +14,17 @@ from tests import workers
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank, and the file that it writes its errors to."""
+    """A rank, and the file that receives its stderr."""
 
     process: BaseProcess
     stderr_path: Path
 
     def end(self, *, within_s: float = 240) -> tuple[int | None, str]:
-        """Its status, None when it had to be killed because it did not end, and what it said."""
+        """Wait for the rank to end, and kill it after `within_s` seconds.
+
+        Returns:
+            Exit status, or None if the rank was killed because it did not end; and its stderr.
+        """
         self.process.join(within_s)
         status = self.process.exitcode
         self.process.kill()
@@ -28,7 +32,7 @@ class Rank:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port that no process listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -36,7 +40,7 @@ def free_port() -> int:
 
 
 def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Path) -> list[Rank]:
-    """Starts `size` ranks that call `run`, in an environment as torchrun makes it; what they say goes to `folder`."""
+    """Start `size` ranks that call `run`, with the environment that torchrun sets; their stderr goes to `folder`."""
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(size):
@@ -50,7 +54,7 @@ def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Pat
 
 
 def end_well(ranks: list[Rank]) -> None:
-    """Waits for all of them; fails with what one says that fails."""
+    """Wait for all ranks. If a rank fails, fail with its stderr."""
     try:
         for rank in ranks:
             status, stderr = rank.end()

@@ -1,4 +1,4 @@
-"""Runs of a small model with batch norms, whose evaluations note what every rank evaluates."""
+"""Runs of a small model with batch norms, whose evaluations record the weights that every rank evaluates."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from tests.train.plane import PlaneTask, settings
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of tensors by name. (Copies, because FSDP resizes the memory of gathered weights.)"""
+    """Return a hash of tensors by name. The tensors are copied, because FSDP resizes the memory of gathered weights."""
     summary = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         summary.update(name.encode() + tensor.detach().clone().numpy().tobytes())
@@ -32,7 +32,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class NormTask(PlaneTask):
-    """The small task with batch norms, and vectors of spectral norms that the next forward pass begins with."""
+    """The small task with batch norms, and with spectral norms whose vectors affect the next forward pass."""
 
     def __init__(self, out: Path, *, rank: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NormTask(PlaneTask):
         return nn.Sequential(nn.Linear(2, 8), block(), block(), nn.Linear(8, 1))
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """The metrics of rank 0; the number of an evaluation is its place in the file."""
+        """Return the metrics of rank 0; the index of a digest in the file is the number of its evaluation."""
         self._digests.append(digest([*model.named_parameters(), *model.named_buffers()]))
         self._file.write_text(json.dumps(self._digests))
         error = (model(torch.linspace(-1, 1, 16).reshape(8, 2)) - 1.5).abs().mean().item()
@@ -54,7 +54,7 @@ class NormTask(PlaneTask):
 
 
 def run_norms(folder: Path) -> None:
-    """One rank of several: under each strategy a run, and the same from its second step on."""
+    """Run one rank of several: for each strategy, a run and a run that resumes from step 2."""
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as world:
         for strategy in STRATEGIES:

@@ -1,4 +1,4 @@
-"""Runs of the loop that one process or two make alike, in float64."""
+"""Runs of the training loop in float64, which are equal on one process and on two ranks."""
 
 import io
 import json
@@ -46,7 +46,8 @@ from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
-# Runs of a part of a model, and of a masked autoencoder: of `run_ranks`, and of `run_further_parts`.
+# Runs that train a part of a model, or a masked autoencoder: first those for `run_ranks`, then those for
+# `run_further_parts`.
 PARTS = ("adapted-fsdp", "locked-ddp", "masked-fsdp")
 FURTHER_PARTS = (
     *("adapted-ddp", "adapted-zero1", "locked-zero1"),
@@ -56,7 +57,7 @@ FAILING = (3, 11)
 
 
 class ExactTask(DualEncoderTask):
-    """The dual encoder in float64, in which the order of sums does not show."""
+    """The dual encoder in float64, so that the order of sums does not affect the result."""
 
     def build_model(self, samples: Any) -> DualEncoder:
         return super().build_model(samples).double()
@@ -70,7 +71,7 @@ class ExactTask(DualEncoderTask):
 
 
 def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
-    """Settings of a dual encoder on latents, with FastCLIP's loss, which has state for every sample."""
+    """Return settings of a dual encoder on latents, with FastCLIP's loss, which keeps state for every sample."""
     base = DualEncoderSettings(
         shards=str(data_dir),
         out=out,
@@ -91,20 +92,23 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
 
 
 def adapter_settings(out: Path, data_dir: Path, *, source: Path, **changes: Any) -> DualEncoderSettings:
-    """Settings of that dual encoder with a frozen first block, and adapters in the other of a tower of `source`."""
+    """Return settings of that dual encoder with a frozen first block and adapters.
+
+    The adapters are in the second block of a tower from `source`.
+    """
     tuned = {"freeze": ("blocks:1",), "lora": Lora(rank=2, alpha=4), "lr": 1e-2, "microbatch": 3}
     init = DualEncoderInit(weights=str(source))
     return towers(out, data_dir, init=init, optimizer=OptimizerSettings(ema=0.9), **tuned, **changes)
 
 
 def locked_settings(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
-    """Settings of a dual encoder with a frozen video tower and a trained text tower, in microbatches."""
+    """Return settings of a dual encoder with a frozen video tower and a trained text tower, in microbatches."""
     tuned = {"text_tower": "trained", "freeze": ("video",), "loss": Loss(), "microbatch": 3}
     return towers(out, data_dir, **tuned, **changes)
 
 
 def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
-    """A run of the dual encoder, from its latest checkpoint if it has one."""
+    """Run the dual encoder, from its latest checkpoint if it has one."""
     task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     if (source := open_weights(chosen.init)) is not None:
@@ -125,7 +129,7 @@ class ExactMae(MaeTask):
 
 
 def masked_settings(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
-    """Settings of a masked autoencoder on latents, with masks of both kinds, windows that are drawn, and probes."""
+    """Return settings of a masked autoencoder on latents, with both kinds of masks, random windows, and probes."""
     base = MaeSettings(
         shards=str(data_dir),
         out=out,
@@ -149,7 +153,7 @@ def masked_settings(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
 
 
 def train_masked(chosen: MaeSettings, world: World) -> nn.Module:
-    """A run of the masked autoencoder, from its latest checkpoint if it has one."""
+    """Run the masked autoencoder, from its latest checkpoint if it has one."""
     task = ExactMae(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     return train(
@@ -158,13 +162,13 @@ def train_masked(chosen: MaeSettings, world: World) -> nn.Module:
 
 
 def exact_plane(out: Path, **changes: Any) -> TrainingSettings:
-    """Settings of the small task: an average of weights and an evaluation that the best checkpoint is chosen by."""
+    """Return settings of the small task, with averaged weights and an evaluation that selects the best checkpoint."""
     base = settings(out, evaluate=EvaluationSettings(every=3), best="closeness")
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), **changes})
 
 
 class LateNanTask(PlaneTask):
-    """The second of two ranks, and it alone, has NaN in an averaged weight after the last step."""
+    """Small task in which only the second of two ranks has NaN in an averaged weight after the last step."""
 
     def __init__(self, world: World) -> None:
         super().__init__(dropout=0.0, dtype=torch.float64)
@@ -185,7 +189,7 @@ def train_plane(
     task: PlaneTask | None = None,
     group: int = 1,
 ) -> nn.Module:
-    """A run of the small task, from its latest checkpoint if it has one."""
+    """Run the small task, from its latest checkpoint if it has one."""
     samples = LoadedPoints(points or Points(), chosen, world, group=group)
     task = task or PlaneTask(dropout=0.0, dtype=torch.float64)
     return train(
@@ -195,17 +199,17 @@ def train_plane(
 
 def _run(chosen: TrainingSettings, world: World) -> RunFolder:
     run = RunFolder(chosen.out)
-    # Rank 0 looks for all: another would find what rank 0 has just made.
+    # Only rank 0 checks, because a different rank would see the folder that rank 0 has just made.
     return world.first(lambda: run if run.settings.exists() else create_run(chosen))
 
 
 def spread_over(strategy: Strategy) -> dict[str, Any]:
-    """Settings for a strategy."""
+    """Return settings for a strategy."""
     return {"parallel": ParallelSettings(strategy=strategy)}
 
 
 def train_parts(folder: Path, data_dir: Path, source: Path, world: World, *, names: Sequence[str]) -> None:
-    """Runs that train a part of a model, or a masked autoencoder, each with a strategy: `adapted-fsdp`."""
+    """Run each name of `names`, such as `adapted-fsdp`: part of a model or a masked autoencoder, and a strategy."""
     for name in names:
         kind, _, strategy = name.partition("-")
         out, parallel = folder / name, spread_over(cast(Strategy, strategy))
@@ -218,7 +222,7 @@ def train_parts(folder: Path, data_dir: Path, source: Path, world: World, *, nam
 
 
 def run_further_parts(folder: Path, data_dir: Path, source: Path) -> None:
-    """One rank of several, with the strategies that `run_ranks` leaves out."""
+    """Run one rank of several, with the strategies that `run_ranks` omits."""
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as world:
         train_parts(folder, data_dir, source, world, names=FURTHER_PARTS)
@@ -229,7 +233,7 @@ def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
     for strategy in STRATEGIES:
         train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
         train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
-        # Begun by one process, which left a checkpoint behind.
+        # One process started this run and left a checkpoint.
         train_plane(exact_plane(folder / f"resumed-{strategy}", **spread_over(strategy)), world)
     train_plane(exact_plane(folder / "microbatches", microbatch=1), world)
     train_plane(exact_plane(folder / "failing", max_failures=50), world, Points(failing=FAILING))
@@ -247,9 +251,9 @@ def _all_runs(folder: Path, data_dir: Path, source: Path, world: World) -> None:
 
 
 def run_and_resume(folder: Path) -> None:
-    """One rank of several: under each strategy, a run in float32, and the same from its second step on.
+    """Run one rank of several: for each strategy, a run in float32 and a run that resumes from step 2.
 
-    Groups of samples divide no rank's share, and failures set the ranks apart.
+    The group size does not divide a rank's part of the batch, and failures make the ranks read ahead differently.
     """
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as world:
@@ -263,34 +267,37 @@ def run_and_resume(folder: Path) -> None:
 
 
 def _copy_begun(whole: Path, begun: Path) -> None:
-    """Copies a run as it was when it was killed after its second step."""
+    """Copy a run in the state that it had when it was killed after its second step."""
     shutil.copytree(whole, begun)
     shutil.rmtree(all_checkpoints(RunFolder(begun).checkpoints)[4])
 
 
 def run_command(*arguments: str) -> None:
-    """One rank of the whole program."""
+    """Run one rank of the complete program."""
     sys.argv = ["train", *arguments]
     main()
 
 
 def run_impatient_command(*arguments: str) -> None:
-    """One rank of the whole program, which gives up silent ranks within seconds."""
+    """Run one rank of the complete program, with a heartbeat limit of a few seconds."""
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 2.0
     run_command(*arguments)
 
 
 def run_command_of_two(*arguments: str) -> None:
-    """One rank of the whole program, impatient; the second is killed as soon as both have met."""
+    """Run one rank of the complete program with a short heartbeat limit.
+
+    The second rank is killed as soon as both ranks have joined.
+    """
     if os.environ["RANK"] == "1":
         launch.require_same_start = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     run_impatient_command(*arguments)
 
 
 def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports: list[int]) -> None:
-    """One rank of several that runs, case by case, the command of its own: what it said and its exit status.
+    """Run one rank of several, which runs its own command for each case, and write its exit statuses and stderr.
 
-    The ranks meet anew for each case, each the first of its machine.
+    The ranks join again for each case, each as the first rank of its machine.
     """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -304,12 +311,12 @@ def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports
             except SystemExit as end:
                 ends.append((end.code, stderr.getvalue()))
         if dist.is_initialized():
-            dist.destroy_process_group()  # a command that fails leaves it as it is, and its process ends
+            dist.destroy_process_group()  # a failed command relies on the end of its process
     (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
 
 
 def run_apart(folder: Path, command: Sequence[str], ports: list[int]) -> None:
-    """One rank of two in a working directory of its own: a command with a relative --out, and folders it looks at."""
+    """Run one rank of two in its own working directory: a command with a relative --out, and checks of folders."""
     torch.set_num_threads(1)
     shared_folder.VISIBLE_S = 0.6
     rank = int(os.environ["RANK"])
@@ -336,20 +343,20 @@ def run_apart(folder: Path, command: Sequence[str], ports: list[int]) -> None:
         outcome["late"] = (late / "first").read_text()
         if rank == 1:
             (late / "first").unlink()
-        shared_folder.wait_for_files(late, world=world)  # in vain
+        shared_folder.wait_for_files(late, world=world)  # the file never appears
         outcome["missing"] = (late / "first").exists()
     (folder / f"found-{rank}.json").write_text(json.dumps(outcome))
 
 
 def run_ranks(folder: Path, data_dir: Path, source: Path) -> None:
-    """One rank of two; `source` is a run of the dual encoder."""
+    """Run one rank of two; `source` is a run of the dual encoder."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
         _all_runs(folder, data_dir, source, launched)
 
 
 def run_on_nodes(environments: list[dict[str, str]], ports: list[int], commands: list[Sequence[str]]) -> None:
-    """One rank of several commands, one after another, each rank on a node of its own that shares no folder."""
+    """Run one rank of several commands in turn, where each rank is on its own node and no folder is shared."""
     torch.set_num_threads(1)
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 5.0
     os.environ |= {**environments[int(os.environ["RANK"])], "LOCAL_RANK": "0"}

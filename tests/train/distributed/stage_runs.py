@@ -40,7 +40,7 @@ from tests.train.plane import LoadedPoints, Points, settings
 
 ONE_STAGE = ParallelSettings()
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-# Both ends of the tied matrix on one stage, and on two.
+# The first partition puts both ends of the tied matrix on one stage, the second on two.
 THREE = {"gpipe": "parameters", "1f1b": "2,4,3"}
 FAILING = (3, 11)
 DECODINGS = {
@@ -54,7 +54,7 @@ MAX_TOKENS, NUM_TEXTS = 7, 2
 
 
 def captioner(*, dropout: float = 0.0) -> Captioner:
-    """A TimeSformer of 3 blocks and a GPT-2 of 2, of different widths: 9 stages."""
+    """Make a TimeSformer of 3 blocks and a GPT-2 of 2 blocks, with different widths: 9 layers in total."""
     size = VideoViTSize(trunk=TransformerSize(width=16, depth=3, num_heads=2), patch_px=8)
     text = Gpt2Size(
         trunk=TransformerSize(width=12, depth=2, num_heads=2), vocabulary_size=VOCABULARY, context_length=MAX_TOKENS + 2
@@ -66,7 +66,7 @@ def captioner(*, dropout: float = 0.0) -> Captioner:
 
 
 class Captions(Points):
-    """Clips of noise and captions of any length, a function of the visit's seed."""
+    """Clips of noise and captions of any length, as a function of the visit's seed."""
 
     def _load(self, request: SampleRequest) -> Sample | FailedSample:
         if request.sample in self._failing:
@@ -90,7 +90,7 @@ class Captions(Points):
 
 
 class RecordingLoss(CaptionLoss):
-    """Writes down the gradients of the first step."""
+    """Caption loss that saves the gradients of the first step."""
 
     folder: Path
     rank: int
@@ -108,7 +108,7 @@ def plain_parameters(model: nn.Module) -> Any:
 
 
 class StageTask:
-    """Captions of noise."""
+    """Task that trains a captioner on noise."""
 
     name = "stages"
     columns: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class StageTask:
             frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
             add_adapters(model.video, rank=2, scale=1.5, targets=("attention", "mlp"), frozen=frozen)
         model.double()
-        # Where weights begin with zeros, there is nothing to see of what they do.
+        # Weights that start at zero would hide their effect.
         for name, parameter in model.named_parameters():
             nn.init.normal_(parameter, std=0.3)
             if self._frozen is not None:
@@ -160,7 +160,7 @@ def clips_of(batch: Batch, rows: slice) -> torch.Tensor:
 
 def chosen_of(out: Path, *, parallel: ParallelSettings = ONE_STAGE, **changes: Any) -> TrainingSettings:
     base = settings(out, batch=8, steps=3, checkpoint_every=2, microbatch=2, parallel=parallel)
-    # Gradients are longer than this: what clipping does shows.
+    # This limit is below the gradient norm, so clipping affects the result.
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), "max_grad_norm": 0.5, **changes})
 
 
@@ -173,7 +173,7 @@ def train_stages(
     frozen: str | None = None,
     is_tuned: bool = False,
 ) -> nn.Module:
-    """A run, from its latest checkpoint if it has one."""
+    """Run the captioner, from its latest checkpoint if it has one."""
     samples = LoadedPoints(points or Captions(), chosen, world.replicas)
     run = RunFolder(chosen.out)
     run = world.first(lambda: run if run.settings.exists() else create_run(chosen))
@@ -182,14 +182,14 @@ def train_stages(
 
 
 def train_tuned(out: Path, world: World, *, parallel: ParallelSettings = ONE_STAGE) -> nn.Module:
-    """A run with frozen blocks, adapters, and a learning rate for each layer."""
+    """Run the captioner with frozen blocks, adapters, and a learning rate for each layer."""
     chosen = chosen_of(out, parallel=parallel)
     optimizer = replace(chosen.optimizer, layer_decay=0.5)
     return train_stages(replace(chosen, optimizer=optimizer), world, is_tuned=True)
 
 
 def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
-    """Captions of three clips, decoded in every way, and the logits of given ones."""
+    """Return captions of three clips for every decoding method, and the logits of fixed captions."""
     generator = torch.Generator().manual_seed(3)
     clips = torch.randn(3, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, END, (3, 2, 4), generator=generator)
@@ -203,7 +203,7 @@ def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
 
 
 def begin_from(folder: Path, source: Path, world: World) -> Path:
-    """A run that goes on from the first checkpoint of another one."""
+    """Copy a run with only its first checkpoint, so that a new run resumes from there."""
 
     def copy() -> None:
         shutil.copytree(source, folder)
@@ -226,7 +226,7 @@ def _on_two(folder: Path, world: World) -> None:
     failing = chosen_of(folder / "2-failing", max_failures=50, parallel=parallel)
     train_stages(failing, world, Captions(failing=FAILING))
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
-    # Until one of the two is killed.
+    # This run lasts until one of the two ranks is killed.
     endless = chosen_of(folder / "endless", parallel=parallel, steps=10**6, checkpoint_every=5)
     train_stages(endless, world)
 
@@ -235,10 +235,11 @@ def _on_three(folder: Path, world: World) -> None:
     for schedule in SCHEDULES:
         parallel = ParallelSettings(stages=3, schedule=schedule, partition=THREE[schedule])
         train_stages(chosen_of(folder / f"3-{schedule}", parallel=parallel), world)
-    # Embedding and blocks of the decoder, its last norm alone: both ends of the tied matrix, and nothing between them.
+    # The middle stage ends with the decoder's embedding and blocks, and the last stage has only the final norm, so the
+    # ends of the tied matrix are on neighboring stages.
     parallel = ParallelSettings(stages=3, partition="1,7,1")
     train_stages(chosen_of(folder / "3-frozen", parallel=parallel), world, frozen="video.")
-    # The tower is cut between its blocks, so that no stage sees how many there are.
+    # The tower is split between its blocks, so no stage sees how many blocks it has.
     train_tuned(folder / "3-tuned", world, parallel=ParallelSettings(stages=3, partition="3,3,3"))
 
 
@@ -264,7 +265,7 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
 
 
 def run_further_stages(folder: Path) -> None:
-    """One rank of two or four, with a schedule and a strategy that `run_stages` leaves out."""
+    """Run one rank of two or four, with a schedule and a strategy that `run_stages` omits."""
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as launched:
         if launched.size == 2:
@@ -277,7 +278,7 @@ def run_further_stages(folder: Path) -> None:
 
 
 def run_stages(folder: Path) -> None:
-    """One rank of two, three or four."""
+    """Run one rank of two, three or four."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
         if launched.size == 2:

@@ -1,4 +1,4 @@
-"""Ranks that are started again find one another, whatever those before them left in the store."""
+"""Restarted ranks find one another, whatever earlier ranks left in the store."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def names_of_ranks(store: dist.Store, *, size: int) -> set[str]:
     def run(rank: int) -> None:
         names.append(name_attempt(store, World(rank=rank, size=size)))
 
-    # Rank 0 comes last: until then the others have what an earlier attempt left.
+    # Rank 0 starts last, so the other ranks first see the entries of an earlier attempt.
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in reversed(range(size))]
     for thread in threads:
         thread.start()
@@ -39,7 +39,7 @@ def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None
 
 
 def test_ranks_say_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank that fails before it joins, as for a wrong flag, cannot tell the others."""
+    """A rank that fails before it joins, for example because of a wrong flag, cannot tell the others."""
     monkeypatch.setattr("clipmill.train.distributed.launch._REMIND_S", 0.1)
     store, names = dist.HashStore(), list[str]()
     waiting = [

@@ -1,4 +1,4 @@
-"""Running statistics on several ranks: all evaluate what the checkpoint holds, and resumed runs end with its bits."""
+"""Running statistics on several ranks: all ranks evaluate the stored weights, and resumed runs are bit-identical."""
 
 import json
 from pathlib import Path

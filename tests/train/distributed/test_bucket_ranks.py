@@ -1,4 +1,4 @@
-"""Ranks on nodes that share nothing but a bucket: one is lost, and the run ends with the bits of an undisturbed one."""
+"""Ranks on nodes that share only a bucket: one rank is lost, and the resumed run has the same bits."""
 
 import os
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_nodes_without_a_shared_disk_lose_one_and_end_with_the_same_bits(
     files = {path.name: [*content_of(path)["files"], "checkpoint.json"] for path in kept.values()}
     named = {f"checkpoints/{step}/{name}" for step, names in files.items() for name in names}
     keys = {info.key for info in open_objects(f"{bucket}/run").list()}
-    assert {key for key in keys if key.startswith("checkpoints/")} == named, "a part of the lost launch is left"
+    assert {key for key in keys if key.startswith("checkpoints/")} == named, "a part of the lost launch was not deleted"
 
 
 def test_ranks_of_a_node_fetch_a_part_once(
@@ -79,11 +79,11 @@ def test_ranks_of_a_node_fetch_a_part_once(
     methods = [method for method, path in faults.seen().requests if path.endswith(".bin")]
     assert methods == ["GET"], faults.seen().requests
     (parts,) = (tmp_path / "node").glob("parts-*")
-    assert list((parts / "objects").iterdir()) == [], "copies are left"
+    assert list((parts / "objects").iterdir()) == [], "copies were not deleted"
 
 
 def _read(environment: dict[str, str], address: str, expected: dict[str, torch.Tensor]) -> None:
-    """Compare what a rank reads of a checkpoint."""
+    """Compare the checkpoint that a rank reads with the expected tensors."""
     os.environ |= environment
     path = all_checkpoints(RunFolder(local_folder(address)).checkpoints)[1]
     tensors = {f"model.{name}": torch.empty_like(tensor) for name, tensor in expected.items()}
@@ -93,6 +93,6 @@ def _read(environment: dict[str, str], address: str, expected: dict[str, torch.T
 
 
 def _node(scratch: Path) -> dict[str, str]:
-    """Environment of a node with its own scratch space."""
+    """Return the environment of a node with its own scratch space."""
     scratch.mkdir()
     return {**{name: value for name, value in os.environ.items() if name.startswith("AWS_")}, "TMPDIR": str(scratch)}

@@ -1,4 +1,4 @@
-"""Ranks that differ in how they were started, or in their data, end together before they train, and say in what."""
+"""Ranks with different commands or data end together before they train, and report the difference."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.train.latents.columns import FLAGS
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
 MAE = ("mae", "--input", "latents", "--model", "tiny", "--segment", "2s", "--num-frames", "2", "--device", "cpu")
 
-# What the second rank is started with, and what both ranks then say of it.
+# Value of each flag on the second rank, and the message that both ranks print about it.
 DIFFERING: list[dict[str, tuple[str, str]]] = [
     {
         "--lr": ("0.001", "0.0003 on rank 0 and 0.001 on rank 1"),
@@ -39,7 +39,7 @@ DIFFERING: list[dict[str, tuple[str, str]]] = [
 
 
 def ends_of(folder: Path, cases: list[tuple[Sequence[str], ...]]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
-    """Exit status and words of both ranks, case by case."""
+    """Return the exit status and stderr of both ranks for each case."""
     end_well(fork_ranks(run_own_commands, folder, cases, [free_port() for _ in cases], size=2, folder=folder))
     first, second = (json.loads((folder / f"ends-{rank}.json").read_bytes()) for rank in (0, 1))
     return [(tuple(first_row), tuple(other)) for first_row, other in zip(first, second, strict=True)]
@@ -66,7 +66,7 @@ def test_ranks_train_on_copies_of_a_folder_and_not_on_other_data(columns: Path, 
     copied, other, out = tmp_path / "copied", tmp_path / "other", tmp_path / "run"
     shutil.copytree(columns, copied)
     shutil.copytree(columns, other)
-    # One latents shard is another one: samples, spans and captions are the same.
+    # One latents shard differs, but samples, spans and captions are the same.
     commit = sorted((other / "latents").glob("*/commits/*.json"))[0]
     rewrite_checksum(commit)
     cases = [
@@ -125,13 +125,13 @@ def test_differences_name_the_ranks_that_have_each_value() -> None:
 
 
 def with_flags(words: Sequence[str], added: Mapping[str, tuple[str, str]]) -> list[str]:
-    """A command line with further flags, which take the place of its own."""
+    """Return a command line in which the added flags replace flags of the same name."""
     kept = [word for at, word in enumerate(words) if not {word, words[at - 1]} & set(added)]
     return [*kept, *(word for flag, (value, _) in added.items() for word in (flag, value))]
 
 
 def rewrite_checksum(path: Path) -> None:
-    """Makes a commit speak of a tar with other bytes."""
+    """Change the tar checksum in a commit, as if the tar had different bytes."""
     commit = read_commit(path)
     assert commit.files is not None
     write_commit(path.parent.parent, replace(commit, files=replace(commit.files, tar_sha256="0" * 64)))

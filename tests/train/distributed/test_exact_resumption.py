@@ -1,4 +1,4 @@
-"""Ranks that resume a run end with the bits of ranks that were never stopped, however many there are."""
+"""Exact resumption: resumed ranks end bit-identical to ranks that were never stopped, for any number of ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.train.models import small_captioners, small_towers
 
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_that_resume_a_run_end_with_its_bits(tmp_path: Path, num_ranks: int) -> None:
-    """Two ranks sum in one order only; three do not."""
+    """Two ranks can sum in only one order, but three can sum in several."""
     end_well(fork_ranks(run_and_resume, tmp_path, size=num_ranks, folder=tmp_path))
     for strategy in STRATEGIES:
         whole, resumed = RunFolder(tmp_path / "whole" / strategy), RunFolder(tmp_path / "resumed" / strategy)
@@ -37,7 +37,7 @@ def test_ranks_that_resume_a_run_end_with_its_bits(tmp_path: Path, num_ranks: in
             assert next(values) == next(values)
         begun = read_metadata(all_checkpoints(resumed.checkpoints)[2])
         assert any(loader_state["ahead"] for loader_state in begun.loader), (
-            "no rank was ahead: the test shows less than it says"
+            "no rank was ahead, so the test does not cover this case"
         )
 
 
@@ -46,7 +46,7 @@ def dual_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def captioner() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Of towers of two widths, with a projection between them."""
+    """Make a captioner whose towers have different widths, with a projection between them."""
     trunks = [TransformerSize(width=width, depth=2, num_heads=4) for width in (32, 24)]
     size = replace(small_towers.small_size().video, trunk=trunks[0])
     tower = TimeSformer(size, image_px=32, num_frames=4, attend=attend_with_sdpa)
@@ -58,7 +58,7 @@ def captioner() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def test_buckets_are_those_of_the_first_step_and_fill_in_the_order_of_the_backward_pass(
     make: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]],
 ) -> None:
-    """Gradients are sent while others are computed, if the parts of a model are defined in the order of their use."""
+    """Gradients are sent during the backward pass if the parts of a model are defined in the order of their use."""
     model, inputs = make()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ready: list[str] = []

@@ -1,4 +1,4 @@
-"""A captioner with a language model on two ranks, sharded by the library's blocks, is the run of one process."""
+"""A captioner with a language model, sharded by the library's blocks on two ranks, equals the run of one process."""
 
 from pathlib import Path
 

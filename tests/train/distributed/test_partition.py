@@ -1,4 +1,4 @@
-"""Layers of a pipeline's stages: every layer once, in order, and the dearest stage as cheap as can be."""
+"""Layers of a pipeline's stages: every layer occurs once, in order, and the most expensive stage is minimal."""
 
 from itertools import combinations, pairwise
 
@@ -19,13 +19,13 @@ MODEL = [
 ]
 
 
-def cheapest(costs: list[int], num_stages: int) -> int:
-    """The dearest stage of the best of all cuts, each of them tried."""
-    parts_found = []
+def lowest_cost(costs: list[int], num_stages: int) -> int:
+    """Return the cost of the most expensive stage for the best partition, by trying all of them."""
+    largest_costs = []
     for cuts in combinations(range(1, len(costs)), num_stages - 1):
         begins = [0, *cuts, len(costs)]
-        parts_found.append(max(sum(costs[begin:end]) for begin, end in pairwise(begins)))
-    return min(parts_found)
+        largest_costs.append(max(sum(costs[begin:end]) for begin, end in pairwise(begins)))
+    return min(largest_costs)
 
 
 @settings(max_examples=200, deadline=None)
@@ -35,7 +35,7 @@ def test_by_parameters_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int],
     parts = partition([LayerCost("block", cost) for cost in costs], num_stages=num_stages, rule="parameters")
     assert [number for part in parts for number in part] == list(range(len(costs)))
     assert len(parts) == num_stages and all(parts)
-    assert max(sum(costs[number] for number in part) for part in parts) == cheapest(costs, num_stages)
+    assert max(sum(costs[number] for number in part) for part in parts) == lowest_cost(costs, num_stages)
 
 
 @pytest.mark.parametrize(

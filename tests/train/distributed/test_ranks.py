@@ -1,4 +1,4 @@
-"""Two ranks and one process are the same run: loss by loss, weight by weight, and across each other's checkpoints."""
+"""Two ranks and one process make the same run: equal losses, equal weights, and interchangeable checkpoints."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
     assert ["__0", "__1"] in pieces("fsdp", "model.") and ["__0", "__1"] in pieces("fsdp", "optimizer.model.")
     assert {tuple(entry) for entry in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
     assert {len(entry) for entry in pieces("ddp", "objective.")} == {1, 2}, (
-        "the loss's state of each sample is in parts"
+        "the per-sample state of the loss is stored in parts"
     )
     assert {len(entry) for entry in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
     facts = read_metadata(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
@@ -116,7 +116,7 @@ def test_only_what_is_trained_has_optimizer_state_and_an_average(runs: Runs) -> 
             for prefix in ("model.", "ema.", "optimizer.model.")
         )
         assert stored == averaged == {name.rpartition(".")[0] for name in optimized}
-        # The first of 2 blocks is frozen; the other has 4 matrices.
+        # The first of the 2 blocks is frozen. The other has 4 matrices.
         assert len(stored) == 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in stored)
         assert not any("resblocks.0." in name for name in stored)
 
@@ -167,12 +167,12 @@ def test_ranks_that_failures_set_apart_are_resumed_by_one_process(runs: Runs, tm
     for path in later:
         shutil.rmtree(path)
     assert any(loader_state["ahead"] for loader_state in read_metadata(first).loader), (
-        "no rank was ahead: the test shows nothing"
+        "no rank was ahead, so the test proves nothing"
     )
     train_plane(exact_plane(out, max_failures=50), ONE, Points(failing=FAILING))
     assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, 13))
     failed = [line["position"] for line in read_lines(RunFolder(out).failures)]
-    assert len(set(failed)) == len(failed), "no place is visited twice"
+    assert len(set(failed)) == len(failed), "no position is visited twice"
 
 
 def test_weights_of_one_rank_that_are_not_finite_stop_all_and_no_checkpoint_is_made(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""A run folder that the ranks do not share is refused, and what another rank wrote is waited for."""
+"""A run folder that the ranks do not share is rejected, and ranks wait for files of other ranks."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.train.latents.columns import FLAGS, write_columns
 
 
 def test_ranks_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
-    """Each has a working directory of its own, as on two nodes, so that the same --out names two folders."""
+    """Each rank has its own working directory, as on two nodes, so the same --out refers to two folders."""
     data = write_columns(tmp_path / "columns")
     command = ["dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu"]
     command += ["--shards", str(data), "--out", "run"]
@@ -21,7 +21,7 @@ def test_ranks_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
         assert (
             "does not see a file that rank 0 on " in process["command"] and "hint: use a folder" in process["command"]
         )
-        assert process["shared"] == [], "a probe is left"
+        assert process["shared"] == [], "a probe file was not deleted"
         assert process["late"] == "whole"
     assert (first["missing"], second["missing"]) == (True, False)
     assert not (tmp_path / "0" / "run").exists() and not (tmp_path / "1" / "run").exists()

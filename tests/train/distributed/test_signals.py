@@ -1,4 +1,4 @@
-"""Ranks that are told to stop, and ranks that are killed: the others stop, and the run goes on to the same end."""
+"""Ranks that are asked to stop or are killed: the other ranks stop, and the resumed run has the same result."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from tests.train.latents.columns import FLAGS
 from tests.train.running import train, weights_of
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
-# Long enough to be caught in the middle.
+# The run is long enough to be interrupted in the middle.
 STEPS = ("--steps", "120", "--checkpoint-every", "30")
 
 
@@ -34,14 +34,14 @@ def is_running(process: subprocess.Popen[str]) -> Callable[[], bool]:
 def wait_for(path: Path, *, num_lines: int, runs: Callable[[], bool]) -> None:
     while runs() and len(read_lines(path)) < num_lines:
         time.sleep(0.05)
-    assert runs(), "it ended before it could be stopped"
+    assert runs(), "the run ended before it could be stopped"
 
 
 def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(columns: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     metrics, checkpoints = RunFolder(out).metrics, RunFolder(out).checkpoints
     command = [*TRAIN, "--shards", str(columns), "--out", str(out)]
-    num_steps = 50  # the signals come at step 5 and 10 later
+    num_steps = 50  # the signals are sent at step 5 and 10 steps later
 
     steps = ["--steps", str(num_steps), "--checkpoint-every", "10"]
     first, second = fork_ranks(run_command, *command, *steps, size=2, folder=tmp_path)
@@ -70,7 +70,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(colu
 
 
 def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp_path: Path) -> None:
-    """Nothing launched them: no agent keeps the store, and calls of it never return."""
+    """No launcher starts the ranks, so rank 0 hosts the store, and calls to the store of a frozen rank never return."""
     out = tmp_path / "run"
     command = [*TRAIN, "--shards", str(columns), "--out", str(out), "--steps", "100000"]
     first, second = fork_ranks(run_impatient_command, *command, size=2, folder=tmp_path)
@@ -91,7 +91,7 @@ def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp
 
 
 def test_a_rank_that_dies_before_the_first_collective_is_noticed(columns: Path, tmp_path: Path) -> None:
-    """Nothing launched them: no agent ends the other one."""
+    """No launcher starts the ranks, so no agent ends the other rank."""
     command = [*TRAIN, "--shards", str(columns), "--out", str(tmp_path / "run"), "--steps", "100000"]
     first, second = fork_ranks(run_command_of_two, *command, size=2, folder=tmp_path)
     status, error = first.end(within_s=60)
@@ -101,16 +101,16 @@ def test_a_rank_that_dies_before_the_first_collective_is_noticed(columns: Path, 
 
 
 def rank_1_of(out: Path) -> int:
-    """The process that torchrun has started as rank 1 of a run."""
+    """Return the id of the process that torchrun started as rank 1 of a run."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             is_of_run = str(out).encode() in (folder / "cmdline").read_bytes().split(b"\0")
             if is_of_run and b"RANK=1" in (folder / "environ").read_bytes().split(b"\0"):
                 return int(folder.name)
     raise AssertionError("there is no rank 1")
 
 
-# The installed program, with the model that the other ranks have.
+# The installed program, with the same shrunk model as the other ranks.
 _INSTALLED = """
 import runpy, sys
 sys.path.insert(0, {root!r})
@@ -122,12 +122,13 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "subprocess.Popen[str]":
-    """Launches `train` as the documents do, from a folder with a train.py of the user's own.
+    """Launch `train` as documented, from a folder that contains a train.py of the user.
 
     Args:
-        python: What torchrun and the ranks come from.
-        is_installed: True for the installed torchrun, and for the installed program as rank 0 until a rank is killed.
-            The others need not prove that.
+        python: Python that runs torchrun and the ranks.
+        is_installed: True to use the installed torchrun, and the installed program as rank 0 until a rank is
+            killed.
+            The other ranks do not have to prove that it works.
     """
     (folder / "train.py").write_text("raise SystemExit('the train.py of the user was run')\n")
     bin_dir, programs = Path(sys.executable).parent, folder / "bin"
@@ -156,7 +157,7 @@ def torchrun(folder: Path, *flags: str, python: Path, is_installed: bool) -> "su
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
     columns: Path, tmp_path: Path, forks: Forks, is_installed: bool
 ) -> None:
-    """Beside a train.py of the user's."""
+    """The folder contains a train.py of the user."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = [*TRAIN, "--shards", str(columns), "--steps", "12", "--checkpoint-every", "4", "--resume", "auto"]
     launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"]
@@ -166,19 +167,19 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
     )
     checkpoints = RunFolder(killed).checkpoints
     try:
-        # The programs start for seconds.
+        # The programs take seconds to start.
         while process.poll() is None and not checkpoints.exists():
             time.sleep(0.05)
-        # In the middle of writing the second checkpoint, nearly always.
+        # Nearly always, this is in the middle of writing the second checkpoint.
         while process.poll() is None and not (all_checkpoints(checkpoints) and list(checkpoints.glob(".tmp-step_*"))):
             time.sleep(0.005)
-        assert process.poll() is None, "it ended before a rank could be killed"
+        assert process.poll() is None, "the run ended before a rank could be killed"
         os.kill(rank_1_of(killed), signal.SIGKILL)
         stderr, _ = process.communicate(timeout=600)
     finally:
-        process.terminate()  # its ranks too
+        process.terminate()  # ends its ranks, too
     assert process.returncode == 0, stderr
-    assert stderr.count("done: 12 steps") == 1 and stderr.count("attention: ") == 2, "it was not restarted"
+    assert stderr.count("done: 12 steps") == 1 and stderr.count("attention: ") == 2, "the run was not restarted"
     end_well(fork_ranks(run_command, *flags, "--out", str(whole), size=2, folder=tmp_path))
     expected = weights_of(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(killed).items())
@@ -191,7 +192,7 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
 def test_the_slurm_script_launches_one_torchrun_a_node(
     repository: Path, columns: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """Under variables as SLURM sets them: SIGTERM to it saves; near its time limit it saves and requeues the job."""
+    """SIGTERM saves a checkpoint. Near the time limit, the script also requeues the job."""
     out = tmp_path / "run"
     command = ["bash", "scripts/slurm_train.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
     environment, requeued = slurm_environment(tmp_path, job=4711, python=forks.python()), tmp_path / "bin" / "requeued"
@@ -209,7 +210,7 @@ def test_the_slurm_script_launches_one_torchrun_a_node(
         assert f"stopped: step {stopped_at} is saved, run the same command again to continue" in stderr
         assert "torchrun raises the SignalException above when it stops" in stderr
         assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
-        # A job that was cancelled or preempted is SLURM's to requeue.
+        # SLURM itself requeues a job that was canceled or preempted.
         assert requeued.exists() == (number == signal.SIGUSR1)
     assert requeued.read_text() == "4711\n"
     assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, stopped_at + 1))

@@ -1,4 +1,4 @@
-"""Pipelines from the command line: what the SLURM script launches is the run of one process."""
+"""Pipelines from the command line: the SLURM script launches a pipeline that equals the run of one process."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, 
     assert train("caption", "--shards", data_dir, "--out", first_out, *FLAGS) == 0
     stderr, _ = process.communicate(timeout=180)
     assert process.returncode == 0, stderr
-    assert stderr.count("done: 4 steps") == 1, "one process speaks for all"
+    assert stderr.count("done: 4 steps") == 1, "only one process prints the summary"
     assert json.loads((two / "run.json").read_bytes())["processes"] == "2, ddp, 1 x 2 stages, 1f1b"
     lines, expected = (read_lines(RunFolder(out).metrics) for out in (two, first_out))
     for line, expected_line in zip(lines, expected, strict=True):

@@ -1,4 +1,4 @@
-"""A pipeline of any length is the run of one process: loss by loss, gradient by gradient, and token by token."""
+"""A pipeline of any length equals the run of one process: losses, gradients and tokens are the same."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ LIKE_ONE = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What `stage_runs` makes on one process, and on two, three and four ranks; of the two, one is killed at last."""
+    """Runs that `stage_runs` makes on one, two, three and four ranks; finally, one of the two ranks is killed."""
     folder = tmp_path_factory.mktemp("stages")
     model = train_stages(chosen_of(folder / "one"), ONE)
     (folder / "said.json").write_text(json.dumps(captions_by(model.eval())))
@@ -85,7 +85,7 @@ def assert_like_one(runs: Path, name: str) -> None:
     for key in ("grad_norm", "num_tokens", "lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-10), key
     assert [line["step"] for line in lines] == [1, 2, 3], "each step is logged once"
-    assert any(line["grad_norm"] > 0.5 for line in lines), "nothing was clipped: the test shows nothing"
+    assert any(line["grad_norm"] > 0.5 for line in lines), "no gradient was clipped, so the test proves nothing"
     after_2 = [read_weights(all_checkpoints(RunFolder(runs / run_name).checkpoints)[2]) for run_name in (name, "one")]
     assert after_2[0].keys() == after_2[1].keys()
     for key, value in after_2[0].items():
@@ -99,7 +99,7 @@ def test_its_gradients_are_those_of_one_process(runs: Path, name: str) -> None:
     for path in sorted((runs / name).glob("step-1-rank-*.pt")):
         for key, gradient in torch.load(path).items():
             torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
-            assert gradient.abs().max() > 1e-6, f"nothing reaches {key}"
+            assert gradient.abs().max() > 1e-6, f"no gradient reaches {key}"
             pieces_by_key[key] = gradient
     assert pieces_by_key.keys() == expected.keys()
 

@@ -1,4 +1,4 @@
-"""Places among ranks, shares of batches, and ranks that watch one another."""
+"""Ranks: their coordinates, their parts of a batch, and their heartbeats."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_a_rank_that_falls_silent_is_noticed_within_a_minute() -> None:
 def test_a_rank_that_says_why_it_stops_is_quoted_after_a_moment() -> None:
     watch = Watch(World(rank=1, size=2))
     messages = {0: "failed: UserError: out of GPU memory", 1: "7"}
-    assert watch.reason_to_stop(messages, now_s=3.0) is None, "it may notice by itself"
+    assert watch.reason_to_stop(messages, now_s=3.0) is None, "the rank may notice the failure itself"
     assert watch.reason_to_stop(messages, now_s=14.0) == "rank 0 has stopped: UserError: out of GPU memory"
 
 

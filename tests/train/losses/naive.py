@@ -1,6 +1,7 @@
-"""The losses as their papers write them: pair by pair, in plain sums, differentiated by autograd.
+"""The losses as their papers define them: computed pair by pair with plain sums, and differentiated by autograd.
 
-It shares nothing with clipmill.train.losses. A step gives the value, the gradients of the embeddings and what is kept.
+The module shares no code with clipmill.train.losses. A step returns the value and the gradients of the embeddings, and
+updates the stored state.
 
 Paper: Wei et al. 2024, arXiv 2407.01445, in the version with the xlarge setting. Code: src/fast_clip/loss.py of
 github.com/Optimization-AI/fast_clip at efd89d5 (3 October 2024).
@@ -24,7 +25,7 @@ def in_batch_loss(
     bias: torch.Tensor,
     margins: list[float],
 ) -> torch.Tensor:
-    """InfoNCE, MBCL, SigLIP, max-margin of one batch, a scalar with gradient."""
+    """Compute InfoNCE, MBCL, SigLIP or max-margin for one batch, as a scalar with gradient."""
     count = len(video)
     s = [[video[i] @ text[j] for j in range(count)] for i in range(count)]
     total = video.new_zeros(())
@@ -55,7 +56,7 @@ def in_batch_loss(
 
 @dataclass(frozen=True)
 class Moments:
-    """m and v of procedure 4, and how often they were updated."""
+    """m and v of procedure 4, and the number of their updates."""
 
     m: float = 0.0
     v: float = 0.0
@@ -64,7 +65,7 @@ class Moments:
 
 @dataclass
 class Memory:
-    """u (and temperatures with their moments) of each id that was visited."""
+    """u of each visited id, and temperatures with their moments."""
 
     u: dict[int, float] = field(default_factory=dict)
     tau: dict[int, float] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Stepped:
 
 
 def _outer(kind: str, is_code: bool, tau: float) -> float:
-    """The factor before log(epsilon + g)."""
+    """Return the factor before log(epsilon + g)."""
     if kind == "fastclip-v0":
         return 1.0
     return tau if kind == "fastclip-v3" or not is_code else 1.0
@@ -107,7 +108,7 @@ def global_step(
     lr: float,
     epoch: int,
 ) -> Stepped:
-    """One step of a global loss; `ids` and `memories` are those of clips and captions."""
+    """Compute one step of a global loss; `ids` and `memories` hold the values of clips and captions."""
     count = len(video)
     video, text = video.clone().requires_grad_(), text.clone().requires_grad_()
     is_code = convention == "fast_clip"
@@ -142,7 +143,7 @@ def global_step(
         memories[side].u.update(new)
         u.append([new[sample_id] for sample_id in ids[side]])
 
-    # f(u') g_i(w) with f' at the new average: the estimator of FCCO.
+    # f(u') g_i(w), with f' evaluated at the new average, is the estimator of FCCO.
     both = [(k, i) for k in range(2) for i in range(count)]
     surrogate = (
         torch.stack(
@@ -186,14 +187,15 @@ def _move(
     lr: float,
     epoch: int,
 ) -> None:
-    """Procedure 5, lines 7 to 9: of each pair of the batch, both temperatures by their own gradients (9)."""
+    """Update both temperatures of each pair by their own gradients (equation 9), as in procedure 5, lines 7 to 9."""
     for side in range(2):
         memory = memories[side]
         grads: dict[int, list[float]] = {}
         for i, sample_id in enumerate(ids[side]):
             (slope,) = torch.autograd.grad(inner[side][i], [taus[side]], retain_graph=True)
             tau = taus[side][i].item()
-            # Eq. 9 without its 1 / |S|; the slope is the mean of the third partial derivatives of l over the others.
+            # Equation 9 without its 1 / |S|. The slope is the mean of the third partial derivatives of l over the other
+            # pairs.
             gradient = math.log(epsilon + u[side][i]) + rho + tau / (epsilon + u[side][i]) * slope[i].item()
             # FastCLIPLossIndividual.local: "we do not divide the gradient by dataset size", then clamp_.
             gradient = gradient / sizes[side] if convention == "paper" else min(max(gradient, -5.0), 5.0)
@@ -202,11 +204,12 @@ def _move(
             gradient = sum(several) / len(several)
             moments = memory.adam.get(sample_id, Moments())
             if convention == "paper":
-                # t of procedure 4 counts the updates of a parameter, and this one has one at each visit.
+                # In procedure 4, t counts the updates of a parameter. A temperature is updated at each visit.
                 moments, direction = adamw_without_decay(moments, gradient, t=moments.num_updates)
                 memory.tau[sample_id] = max(memory.tau[sample_id] - lr * direction, 0.01)
             else:
-                # adjust_hyperparams: the betas are 0 until epoch 1; local: they are raised to self.epoch + 1.
+                # In adjust_hyperparams, the betas are 0 until epoch 1. In local, they are raised to the power of
+                # self.epoch + 1.
                 betas = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
                 moments, direction = adamw_without_decay(moments, gradient, t=epoch, betas=betas)
                 memory.tau[sample_id] = min(max(memory.tau[sample_id] - lr * direction, 0.01), 1.0)
@@ -216,7 +219,11 @@ def _move(
 def adamw_without_decay(
     moments: Moments, gradient: float, *, t: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> tuple[Moments, float]:
-    """Procedure 4, optimizer AdamW, lambda = 0; what line 16 multiplies by the learning rate."""
+    """Compute an update of AdamW as in procedure 4, with lambda = 0.
+
+    Returns:
+        New moments, and the factor that line 16 multiplies by the learning rate.
+    """
     beta1, beta2 = betas
     m = beta1 * moments.m + (1 - beta1) * gradient  # line 13
     v = beta2 * moments.v + (1 - beta2) * gradient**2  # line 14

@@ -1,4 +1,4 @@
-"""Pairs to compare, towers to embed them with, and objectives in float64, for the tests of losses."""
+"""Pairs to compare, towers to embed them, and objectives in float64, for the tests of losses."""
 
 import math
 from typing import cast
@@ -20,11 +20,11 @@ from clipmill.train.losses.in_batch import info_nce
 from clipmill.train.losses.settings import LOSSES, Convention, Loss
 
 WIDTH = 5
-NUM_CLIPS, NUM_CAPTIONS = 7, 11  # neither is even: ranks keep parts of different length
+NUM_CLIPS, NUM_CAPTIONS = 7, 11  # both numbers are odd, so ranks keep parts of different lengths
 NUM_EPOCHS = 8
 DATASET = DatasetSize(num_clips=NUM_CLIPS, num_captions=NUM_CAPTIONS, num_epochs=NUM_EPOCHS)
 CONVENTIONS: tuple[Convention, ...] = ("paper", "fast_clip")
-# Losses that the conventions tell apart.
+# Losses whose conventions differ.
 CASES: list[tuple[str, Convention]] = [
     (kind, convention)
     for kind, spec in LOSSES.items()
@@ -32,13 +32,13 @@ CASES: list[tuple[str, Convention]] = [
     if spec.is_global or kind == "mbcl" or convention == "paper"
 ]
 
-# Of three batches of 6: ids that return in a later batch, and ids that occur twice in one.
+# In three batches of 6 pairs, some ids return in a later batch, and some occur twice in one batch.
 CLIP_IDS = ([0, 1, 2, 3, 4, 5], [6, 5, 4, 3, 2, 1], [0, 1, 0, 3, 6, 1])
 CAPTION_IDS = ([0, 1, 2, 3, 4, 5], [10, 9, 8, 3, 2, 1], [7, 7, 2, 3, 4, 7])
 
 
 class Table(nn.Module):
-    """Embeddings of unit length as parameters: their gradients are those that a loss sends to the towers."""
+    """Embeddings of unit length as parameters, whose gradients are the gradients that a loss sends to the towers."""
 
     def __init__(self, num_pairs: int, *, seed: int = 0) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Table(nn.Module):
         self.text = nn.Parameter(nn.functional.normalize(text, dim=1))
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The embeddings with these numbers."""
+        """Return the embeddings at these indices."""
         return self.video[clips], self.text[captions]
 
 
 class Towers(nn.Module):
-    """Two layers with dropout."""
+    """Two towers of two layers each, with dropout."""
 
     def __init__(self, *, dropout: float) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class Towers(nn.Module):
         )
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of unit length."""
+        """Return embeddings of unit length."""
         return nn.functional.normalize(self.video(clips), dim=1), nn.functional.normalize(self.text(captions), dim=1)
 
 
 def batch_of(number: int) -> Batch:
-    """Batch 0, 1 or 2 for Towers, whose inputs are `latents` and `text`."""
+    """Return batch 0, 1 or 2 for Towers, whose inputs are `latents` and `text`."""
     generator = torch.Generator().manual_seed(number)
     clips = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
     noise = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
@@ -85,7 +85,7 @@ def batch_of(number: int) -> Batch:
 
 
 def own_part(batch: Batch, world: World) -> Batch:
-    """What of a batch lies on a rank."""
+    """Return a rank's part of a batch."""
     share = len(batch["caption_id"]) // world.size
     rows = slice(world.rank * share, (world.rank + 1) * share)
     part = {name: value if name == "input" else value[rows] for name, value in batch.items()}  # type: ignore[index]
@@ -93,25 +93,25 @@ def own_part(batch: Batch, world: World) -> Batch:
 
 
 def embedded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """What Towers take."""
+    """Return the inputs of Towers."""
     return batch["latents"], batch["text"]
 
 
 def row_numbers(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a Table takes: all its rows."""
+    """Return the inputs of a Table: the indices of all its rows."""
     numbers = torch.arange(len(batch["caption_id"]))
     return numbers, numbers
 
 
 def settings_of(kind: str, convention: Convention = "paper", **numbers: float) -> Loss:
-    """Settings whose temperature is a round number in binary, so that float32 and float64 agree on it."""
+    """Return settings with a temperature that is a power of two, so that float32 and float64 represent it equally."""
     if "temperature" in LOSSES[kind].settings:
         numbers = {"temperature": 0.125, **numbers}
     return Loss(kind=kind, convention=convention, **numbers)  # type: ignore[arg-type]
 
 
 def objective_of(settings: Loss, *, table: bool = False, world: World | None = None) -> ContrastiveObjective:
-    """The objective in float64, its numbers exactly those of the settings."""
+    """Make the objective in float64, with exactly the numbers of the settings."""
     inputs = row_numbers if table else embedded_inputs
     objective = build_contrast(settings, inputs=inputs, dataset=DATASET, world=world or World()).double()
     with torch.no_grad():
@@ -127,15 +127,15 @@ def objective_of(settings: Loss, *, table: bool = False, world: World | None = N
 
 
 class DefinedInfoNCE(AutogradObjective):
-    """InfoNCE by its definition."""
+    """InfoNCE, computed from its definition."""
 
     def value(self, pairs: Pairs) -> torch.Tensor:
-        """The mean loss of this rank's pairs."""
+        """Return the mean loss over this rank's pairs."""
         return info_nce(pairs, self._settings)
 
 
 def defined_infonce(*, table: bool = False, world: World | None = None) -> ContrastiveObjective:
-    """The definition of InfoNCE as an objective in float64, beside `objective_of` for its closed form."""
+    """Make an objective in float64 from the definition of InfoNCE; `objective_of` returns its closed form."""
     settings = settings_of("infonce")
     inputs = row_numbers if table else embedded_inputs
     objective = DefinedInfoNCE(settings, inputs=inputs, dataset=None, world=world or World()).double()

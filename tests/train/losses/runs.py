@@ -1,4 +1,4 @@
-"""Some steps of every loss, on one rank or on several, and what came of them."""
+"""A few steps of every loss, on one rank or on several, and their results."""
 
 from pathlib import Path
 
@@ -15,19 +15,23 @@ from tests.plugins import installed_here
 from tests.train.losses.pairs import CASES, Towers, batch_of, defined_infonce, objective_of, own_part, settings_of
 
 Results = dict[str, torch.Tensor]
-# What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.
+# A checkpoint must restore these on a different number of ranks: averages, and temperatures with their optimizer.
 SAVED: tuple[tuple[str, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
 
 
 def run_all(
     world: World, exchange: type[Similarities] = Similarities, *, num_steps: int = 3
 ) -> tuple[Results, dict[str, ContrastiveObjective]]:
-    """Losses, numbers, mean gradients and last weights by case and step; the objectives after the last step."""
+    """Run all losses.
+
+    Returns:
+        Losses, metrics and mean gradients by case and step, and the objectives after the last step.
+    """
     results: Results = {}
     objectives = {}
     for number, (kind, convention) in enumerate(CASES):
         settings = settings_of(kind, convention)
-        # Some of them in microbatches, of a size that ranks have too.
+        # Every second case runs in microbatches, whose size divides the parts of ranks, too.
         name, microbatch = f"{kind}/{convention}", 2 if number % 2 else None
         objectives[name] = _run(name, settings, world, microbatch, results, exchange, num_steps=num_steps)
     adaptive = Loss(kind="max-margin", use_relevancy=True)
@@ -65,7 +69,7 @@ def _run(
 
 
 def run_rank(folder: Path) -> None:
-    """One rank of several: runs all, saves state for another number of ranks and reads what one rank saved."""
+    """Run one rank of several: run all losses, save state for one rank, and read the state that one rank saved."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
@@ -89,14 +93,14 @@ def run_rank(folder: Path) -> None:
 
 
 def run_outside(world: World, *, microbatch: int | None) -> Results:
-    """Metrics, mean gradients and last weights of three steps of the loss "decoupled" of another package."""
+    """Return metrics, mean gradients and the final state for three steps of the external loss "decoupled"."""
     results: Results = {}
     objective = _run("decoupled", settings_of("decoupled"), world, microbatch, results)
     return results | {f"decoupled/last/{key}": value.detach() for key, value in objective.state_dict().items()}
 
 
 def run_outside_rank(folder: Path) -> None:
-    """The same on one rank of several, in microbatches; the package is declared in the folder."""
+    """Run `run_outside` on one rank of several, in microbatches; the folder declares the package."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = World(rank=dist.get_rank(), size=dist.get_world_size())

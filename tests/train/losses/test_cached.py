@@ -12,14 +12,14 @@ from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, sett
 
 
 class PartByPart(Towers):
-    """Towers that embed a whole batch as microbatches would: in parts, each with the random numbers of its own."""
+    """Towers that embed a complete batch as microbatches do: in parts, each with its own random numbers."""
 
     def __init__(self, *, size: int) -> None:
         super().__init__(dropout=0.3)
         self.size, self.step = size, Step(number=1)
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All embeddings, with gradients."""
+        """Return all embeddings, with gradients."""
         parts = []
         for number, begin in enumerate(range(0, len(clips), self.size)):
             with self.step.seed_generators(number):
@@ -30,7 +30,7 @@ class PartByPart(Towers):
 
 @pytest.mark.parametrize(("kind", "convention"), CASES)
 def test_microbatches_have_the_gradients_of_the_whole_batch(kind: str, convention: Convention) -> None:
-    """With dropout, over steps whose state goes on; 6 in parts of 4 and 2."""
+    """The towers have dropout, the state continues over the steps, and the 6 pairs are split into 4 and 2."""
     results_by_rank = []
     for towers, microbatch in ((PartByPart(size=4), None), (Towers(dropout=0.3), 4)):
         objective = objective_of(settings_of(kind, convention))
@@ -78,7 +78,7 @@ def test_only_the_last_microbatch_is_synced() -> None:
 
 
 def test_a_scaled_loss_scales_all_gradients() -> None:
-    """fp16 divides them again before the optimizer sees them: of towers and of the temperature alike."""
+    """With fp16, the optimizer sees unscaled gradients of the towers and of the temperature."""
     gradients = []
     for factor in (1.0, 64.0):
         towers, objective = Towers(dropout=0.0), objective_of(settings_of("fastclip-v3"))

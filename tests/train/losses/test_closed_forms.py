@@ -1,4 +1,4 @@
-"""Each loss against its formula, written out pair by pair and differentiated by autograd."""
+"""Each loss compared with its formula, written out pair by pair and differentiated by autograd."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_a_loss_of_the_batch_is_its_formula(kind: str, convention: Convention, u
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_infonce_in_closed_form_is_its_definition_by_autograd(dtype: torch.dtype) -> None:
-    """Loss, metrics and gradients of embeddings and temperature. On two ranks: `test_ranks`."""
+    """Compare the loss, metrics, and gradients of embeddings and temperature. `test_ranks` compares two ranks."""
     results = []
     for objective in (objective_of(settings_of("infonce"), table=True), defined_infonce(table=True)):
         model = Table(6).to(dtype)
@@ -78,7 +78,7 @@ def test_infonce_in_closed_form_is_its_definition_by_autograd(dtype: torch.dtype
 @pytest.mark.parametrize(("kind", "convention"), OF_THE_SET)
 @pytest.mark.parametrize("epsilon", [1e-14, 0.05])
 def test_a_loss_of_the_set_is_its_formula_over_steps(kind: str, convention: Convention, epsilon: float) -> None:
-    """Averages move, ids return and occur twice; of v2 and iSogCLR the temperatures move too."""
+    """Averages are updated, and ids return and occur twice. For v2 and iSogCLR, the temperatures are updated too."""
     settings = settings_of(kind, convention, epsilon=epsilon)
     objective = objective_of(settings, table=True)
     memories = (Memory(), Memory())
@@ -140,7 +140,7 @@ def test_the_formulas_own_optimizer_is_adamw_as_torch_has_it() -> None:
 
 
 def test_temperatures_of_their_own_go_on_moving_in_later_epochs_as_in_the_public_code() -> None:
-    """Published numbers: 0.03 falls by 0.01 in epoch 0, and the size of later steps is not that of the gradient."""
+    """With the published numbers, 0.03 falls by 0.01 in epoch 0. Later steps do not have the size of the gradient."""
     objective = objective_of(settings_of("fastclip-v2", "fast_clip", temperature=0.03), table=True)
     assert isinstance(objective, GlobalContrast)
     model = Table(6)
@@ -154,12 +154,12 @@ def test_temperatures_of_their_own_go_on_moving_in_later_epochs_as_in_the_public
 
 
 def test_what_a_pair_does_to_the_others_is_not_left_out() -> None:
-    """Without G_b (FastCLIP, eq. 3) a caption would not be pushed away by clips that it is the negative of."""
+    """Without G_b (FastCLIP, eq. 3), a caption would not be pushed away by the clips for which it is a negative."""
     objective = objective_of(settings_of("fastclip-v1"), table=True)
     model = Table(6)
     objective.backward(model, batch_of(0), Step(number=1))
     both = model.text.grad
-    # As anchors alone: captions that only others' losses see are held constant.
+    # Pairs as anchors only: captions that only occur in the losses of other pairs are held constant.
     similarity = model.video.detach() @ model.text.T
     diagonal = similarity.diagonal()
     inner = (((similarity - diagonal[:, None]) / 0.125).exp().sum(1) - 1) / 5

@@ -1,4 +1,4 @@
-"""Losses of three steps as they were when they were checked; `python -m tests.train.losses.test_golden` writes them."""
+"""Golden losses of three steps, recorded after a review; `python -m tests.train.losses.test_golden` writes them."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 
 
 def losses_of(kind: str, convention: Convention) -> list[float]:
-    """Losses of three steps with the published numbers, at embeddings that do not depend on them."""
+    """Return the losses of three steps with the published numbers, for fixed embeddings."""
     objective = objective_of(Loss(kind=kind, convention=convention), table=True)
     steps = [Step(number=number + 1, epoch=float(number)) for number in range(3)]
     metrics = [objective.backward(Table(6, seed=at), batch_of(at), step) for at, step in enumerate(steps)]

@@ -45,14 +45,14 @@ def test_over_many_steps_it_is_the_plain_moving_average() -> None:
 
 
 def test_what_single_precision_cannot_hold_stays_a_moving_average() -> None:
-    """exp(200) and exp(-200): in plain numbers they are inf and 0."""
+    """exp(200) overflows float32 to inf, and exp(-200) underflows to 0."""
     log_u = average_logs(torch.tensor([200.0, -200.0]), torch.tensor([200.0, -200.0]), torch.arange(2), gamma=0.5)
     torch.testing.assert_close(log_u, torch.tensor([200.0, -200.0]))
 
 
 @pytest.mark.parametrize("kind", ["sogclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3"])
 def test_a_bad_pair_at_the_least_temperature_does_no_harm(kind: str) -> None:
-    """One pair is opposite to its own half and equal to another's: exp(2 / 0.01) is far out of float32."""
+    """One clip is opposite to its own caption and equal to another one, and exp(2 / 0.01) overflows float32."""
     model = Table(6).float()
     with torch.no_grad():
         model.text[0] = -model.video[0]

@@ -1,4 +1,4 @@
-"""A loss of another package, written as a function; docs/losses.md shows its file."""
+"""A loss from another package, written as a function; docs/losses.md shows its file."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,10 @@ def _install(tmp_path: Path) -> Iterator[None]:
 
 
 def plain_autograd() -> Results:
-    """What `run_outside` gives, from the formula pair by pair, in one graph over all towers and without clipmill."""
+    """Return the results of `run_outside`, computed without clipmill.
+
+    The formula is written out pair by pair, in one graph over all towers.
+    """
     towers, log_scale = Towers(dropout=0.0), torch.tensor(math.log(8), dtype=torch.float64, requires_grad=True)
     parameters = {**dict(towers.named_parameters()), "logit_scale": log_scale}
     results = {}
@@ -57,7 +60,7 @@ def plain_autograd() -> Results:
 
 @pytest.mark.usefixtures("_install")
 def test_two_ranks_with_microbatches_are_one_process_and_plain_autograd(tmp_path: Path) -> None:
-    """Metrics, gradients of towers and of the temperature, over three steps."""
+    """Metrics and the gradients of towers and temperature are equal over three steps."""
     end_well(fork_ranks(run_outside_rank, tmp_path, size=2, folder=tmp_path))
     ranks = torch.load(tmp_path / "results.pt", weights_only=True)
     plain = plain_autograd()
@@ -86,7 +89,7 @@ def max_margin(pairs: Pairs, settings: Loss) -> torch.Tensor:
 
 
 class SigLIP(AutogradObjective):
-    """A loss with a parameter beyond the temperature."""
+    """A loss with a second parameter beside the temperature."""
 
     def __init__(self, settings: Loss, **context: Any) -> None:
         super().__init__(settings, **context)

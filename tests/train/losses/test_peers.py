@@ -1,4 +1,4 @@
-"""The losses that open_clip has too."""
+"""Losses that open_clip also implements."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_open_clip_has_the_same_loss_and_gradients(kind: str) -> None:
 
 
 def test_infonce_is_half_of_mbcl_and_a_constant() -> None:
-    """The published relation; OpenCLIP is v0 without memory, at epsilon = 1 / (B - 1)."""
+    """The relation is published. OpenCLIP's loss is v0 without memory, with epsilon = 1 / (B - 1)."""
     losses: dict[str, float] = {}
     gradients: dict[str, torch.Tensor] = {}
     for name, settings in {
@@ -53,7 +53,7 @@ def test_infonce_is_half_of_mbcl_and_a_constant() -> None:
 
 
 def test_equal_captions_cost_infonce_the_log_of_their_number_and_no_more() -> None:
-    """Two clips with one caption: at best each takes half, log 2, however sharp the temperature."""
+    """Two clips share one caption. At best, each clip gets half of the probability (log 2), for any temperature."""
     model = Table(4)
     with torch.no_grad():
         eye = torch.eye(5, dtype=torch.float64)[[0, 0, 1, 2]]
@@ -63,8 +63,8 @@ def test_equal_captions_cost_infonce_the_log_of_their_number_and_no_more() -> No
     batch["caption_id"] = batch["caption_id"][:4]
     objective = objective_of(Loss(kind="infonce", temperature=0.01), table=True)
     numbers = objective.backward(model, batch, Step(number=1))
-    assert numbers["loss"] == pytest.approx(math.log(2) / 2, abs=1e-9)  # two of four rows pay log 2
-    assert numbers["batch_accuracy"] == 1  # any equal caption is right
+    assert numbers["loss"] == pytest.approx(math.log(2) / 2, abs=1e-9)  # two of four rows have a loss of log 2
+    assert numbers["batch_accuracy"] == 1  # any equal caption counts as correct
 
 
 def test_half_precision_embeddings_are_compared_in_single() -> None:

@@ -68,7 +68,7 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
         assert callable(loss)
         assert (isinstance(loss, type) and issubclass(loss, GlobalContrast)) == spec.is_global
         assert set(spec.settings) <= {field.name for field in fields(Loss)}
-    unknown = Loss(kind="clip")  # as a run may have it, whose package is not installed
+    unknown = Loss(kind="clip")  # as in a run whose package is not installed
     with pytest.raises(KeyError, match="clip"):
         build_contrast(unknown, inputs=lambda batch: (batch["latents"], batch["text"]), dataset=None, world=World())
     [error] = unknown_parts(unknown)
@@ -133,7 +133,7 @@ def test_a_trained_temperature_keeps_its_limits(kind: Any, convention: Conventio
 
 @pytest.mark.parametrize(("convention", "after"), [("paper", 3), ("fast_clip", 1)])
 def test_the_temperature_of_v3_learns_slower_below_its_threshold(convention: Convention, after: int) -> None:
-    """The paper: once it was below 0.03. The code: as long as it is at most that."""
+    """The paper lowers the rate once the temperature has been below 0.03, the code while it is at most 0.03."""
     objective = objective_of(Loss(kind="fastclip-v3", convention=convention, temperature_lr=3e-4))
     assert objective.learning_rate(1.0) == 3e-4
 
@@ -175,7 +175,7 @@ def test_state_of_another_set_is_refused() -> None:
 
 
 def test_the_temperatures_rate_is_scaled_with_the_batch_as_the_models_is() -> None:
-    """FastCLIP, appendix B: both rates in proportion to the batch size; other losses have no rate of their own."""
+    """In FastCLIP, appendix B, both rates are proportional to the batch size. Other losses have no separate rate."""
     scale = OptimizerSettings(lr_batch=1024).lr_scale(512)
     assert Loss(kind="fastclip-v3").with_scaled_lr(scale).effective_temperature_lr == 1e-4
     assert objective_of(Loss(kind="fastclip-v3", temperature_lr=4e-4).with_scaled_lr(scale)).learning_rate(1.0) == 2e-4
