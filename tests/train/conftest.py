@@ -14,15 +14,15 @@ from tests.train.full_disk import small_disk
 from tests.train.latents.columns import write_columns
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
-NUM_FRAMES = 55  # chunks of 20, 20 and 15
-# Files that run Java; in the others METEOR is absent, because it takes longer to start than a whole test.
+NUM_FRAMES = 55  # chunks of 20, 20 and 15 frames
+# These files use Java. In the other files METEOR is unavailable, because it takes longer to start than a complete test.
 WITH_JAVA = ("test_java_metrics.py",)
 VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
 
 
 @pytest.fixture(scope="module")
 def complete_tiny() -> Iterator[None]:
-    """The model `tiny` as users have it, for numbers and weights that are recorded."""
+    """Use the model `tiny` with its published size, for recorded numbers and weights."""
     restore()
     yield
     shrink()
@@ -30,7 +30,7 @@ def complete_tiny() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _tokenizers_are_built_once() -> Iterator[None]:
-    """CLIP's tokenizer, and how it is written for transformers, which takes most of the time of an export."""
+    """Cache CLIP's tokenizer and its form for transformers, which takes most of the time of an export."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("open_clip.tokenizer.SimpleTokenizer", cache(SimpleTokenizer))
         patch.setattr("clipmill.train.weights.hf_clip.cleaning_normalizer", cache(cleaning_normalizer))
@@ -39,7 +39,7 @@ def _tokenizers_are_built_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _figures_are_encoded_once() -> Iterator[None]:
-    """Evaluations of many runs show the same clips."""
+    """Cache the encoded figures, because evaluations of many runs show the same clips."""
     with encoded_once():
         yield
 
@@ -59,7 +59,10 @@ def _no_java(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three videos to train on and one held out; three captions a video, the second across a border of chunks."""
+    """Three videos for training and one held-out video, with three captions each.
+
+    The second caption of each video crosses a chunk boundary.
+    """
     data_dir = tmp_path_factory.mktemp("data")
     for shard_id, split in enumerate(("train", "val")):
         samples = [sample for name, its in VIDEOS.items() if its == split for sample in chunks_of(name, NUM_FRAMES)]
@@ -77,14 +80,14 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of half a megabyte."""
+    """A separate file system of half a megabyte."""
     with small_disk(tmp_path / "disk") as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
 def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Labelled clips of twelve videos, three of them held out."""
+    """Labelled clips from twelve videos, three of them held out."""
     data_dir = tmp_path_factory.mktemp("moving")
     write_moving(data_dir)
     return data_dir
@@ -92,5 +95,5 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Latents and text embeddings of sixteen videos, half of them held out."""
+    """Latents and text embeddings from sixteen videos, half of them held out."""
     return write_columns(tmp_path_factory.mktemp("columns"))

@@ -1,7 +1,8 @@
-"""Where the host would wait for a GPU, seen on a CPU: what a device computed is followed, and every look at it noted.
+"""Detect on a CPU where the host would wait for a GPU, by tracking device tensors and recording every read of them.
 
-A tensor counts as the device's if it is the model's or was sent there, or if an operation made or changed it that had
-such a tensor among its arguments. `torch.cuda.set_sync_debug_mode` sees the same on a GPU, and what only kernels know.
+A tensor counts as a device tensor if it belongs to the model, was sent to the device, or was created or changed by an
+operation with a device tensor among its arguments. On a GPU, `torch.cuda.set_sync_debug_mode` detects the same reads,
+and also those that only kernels can detect.
 """
 
 import threading
@@ -22,7 +23,7 @@ from clipmill.train.device.transfer import LateMetrics
 from clipmill.train.engine.failures import FailureLog, SyncedBatch
 from clipmill.train.engine.state import State
 
-# They end in a number, or in a tensor whose size depends on values.
+# These operations return a number, or a tensor whose size depends on values.
 LOOKS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "bincount",
@@ -31,7 +32,13 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Look:
-    """A look at what the device has. `numbers_of`: the step whose numbers it was, if it was the journal's."""
+    """A read of device values.
+
+    Attributes:
+        step: Step of the loop, or 0 before the first batch.
+        where: File and line of the read.
+        numbers_of: Step whose numbers were read, if the read was for the journal.
+    """
 
     step: int
     where: str
@@ -39,34 +46,34 @@ class Look:
 
 
 class DeviceReads(TorchDispatchMode):
-    """Notes looks, by the step that the loop was at: 0 before the first batch."""
+    """Dispatch mode that records reads with the step of the loop (0 before the first batch)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.looks: list[Look] = []
         self.step = 0
-        # Kept, so that no other memory gets the same number.
+        # The storages are kept alive, so that no other memory gets the same address.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._thread = threading.get_ident()
 
     def take(self, *values: Any) -> None:
-        """Tensors that are the device's from now on."""
+        """Treat tensors as device tensors from now on."""
         for tree_leaf in tree_leaves(values):
             if isinstance(tree_leaf, torch.Tensor):
                 storage = tree_leaf.untyped_storage()
                 self._storages[storage._cdata] = storage
 
     def has(self, *values: Any) -> bool:
-        """Whether one of them is the device's."""
+        """Return True if any of these tensors is a device tensor."""
         tensors = (tree_leaf for tree_leaf in tree_leaves(values) if isinstance(tree_leaf, torch.Tensor))
         return any(tensor.untyped_storage()._cdata in self._storages for tensor in tensors)
 
     def is_heard(self) -> bool:
-        """Whether this is the thread that trains: what the loader's do keeps no step."""
+        """Return True in the training thread; reads in the loader's threads do not block a step."""
         return threading.get_ident() == self._thread
 
     def note(self, numbers_of: int | None = None) -> None:
-        """Writes down who looks."""
+        """Record a read and its location."""
         frames = [
             frame
             for frame in traceback.extract_stack()
@@ -90,7 +97,10 @@ class DeviceReads(TorchDispatchMode):
 
 
 def _by_mask(name: str, args: Any) -> bool:
-    """Whether rows are chosen by a mask, whose true values must be counted; a number put there needs no count."""
+    """Return True if a mask selects rows, so that its true values must be counted.
+
+    Assigning a single number needs no count.
+    """
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     is_filled = name != "index" and args[2].numel() == 1
@@ -98,13 +108,13 @@ def _by_mask(name: str, args: Any) -> bool:
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Has optimizers go a GPU's way: on a CPU they look at numbers, because nothing waits for them."""
+    """Make optimizers behave as on a GPU. On a CPU they read numbers, because nothing has to wait for them."""
     patch.setattr("clipmill.train.optim.optimizer.is_on_host", lambda tensor: False)
 
 
 @contextmanager
 def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
-    """Follows the runs of clipmill.train.engine.loop within, as if their device were a GPU."""
+    """Track runs of clipmill.train.engine.loop inside the block as if their device were a GPU."""
     reads = DeviceReads()
     _follow_runs(reads, patch)
     _follow_methods(reads, patch)
@@ -141,7 +151,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
 
 
 def _follow_methods(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
-    """Those of tensors that no dispatch mode sees."""
+    """Track the tensor methods that dispatch modes do not see."""
     for name in ("tolist", "numpy", "cpu", "__array__"):
         patch.setattr(torch.Tensor, name, _looking(reads, getattr(torch.Tensor, name)))
     for name in ("tensor", "as_tensor"):
@@ -174,7 +184,7 @@ def _moving(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any
             return method(self, *args, **kwargs)
         if not kwargs.get("non_blocking"):
             reads.note()
-        # A copy, as on a GPU: what was sent stays the host's.
+        # The copy is a device tensor, but the original stays a host tensor, as on a GPU.
         clone = method(self, *args, **kwargs).clone()
         reads.take(clone)
         return clone

@@ -1,4 +1,4 @@
-"""A small file system, to be filled or made read-only."""
+"""Small file system that tests fill or make read-only."""
 
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SIZE = "512k"
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of `_SIZE` in memory; the test is skipped where this is not permitted."""
+    """Mount a file system of `_SIZE` in memory; skip the test if mounting is not permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -24,7 +24,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no free byte."""
+    """Fill the disk completely."""
     try:
         with (disk / "filling").open("wb", buffering=0) as file:
             while True:
@@ -34,5 +34,5 @@ def fill(disk: Path) -> None:
 
 
 def make_read_only(disk: Path) -> None:
-    """Refuse all writes."""
+    """Make the disk reject all writes."""
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -1,4 +1,4 @@
-"""Runs of the plane task, in processes that are killed at a change of names on the disk."""
+"""Runs of the plane task in processes that are killed when they change a name on the disk."""
 
 import os
 import signal
@@ -16,33 +16,37 @@ from clipmill.train.data.outcomes import LoadedBatch
 from tests import workers
 from tests.train.plane import LoadedPoints, settings, train_plane
 
-# What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
+# Functions that change names on the disk. os.replace is counted as os.rename, and Path.unlink as os.remove.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 class StoppedPoints(LoadedPoints):
-    """Points with SIGTERM in the second step, as from a time limit; the step is taken before the run stops."""
+    """Points that send SIGTERM in the second step, as a time limit does; the run completes the step before it stops."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         for number, loaded in enumerate(super().batches(position=position, max_failures=max_failures)):
-            if number == 2:  # one batch is taken ahead
+            if number == 2:  # one batch is prefetched
                 os.kill(os.getpid(), signal.SIGTERM)
             yield loaded
 
 
 def three_steps(out: Path) -> TrainingSettings:
-    """Each makes a checkpoint, and one stays."""
+    """Return settings for three steps, each with a checkpoint, of which one is kept."""
     return settings(out, steps=3, batch=4, checkpoint_every=1, keep_checkpoints=1, workers=1)
 
 
 def train_and_stop(chosen: TrainingSettings) -> None:
-    """Trains until it is told to stop in the second step, which makes a checkpoint as well."""
+    """Train until SIGTERM arrives in the second step, which also makes a checkpoint."""
     with suppress(Stopped):
         train_plane(chosen, kind=StoppedPoints)
 
 
 def killed_at(number: int, work: Callable[..., None], *arguments: Any, folder: Path) -> int | None:
-    """Calls `work` in a process that is killed before its `number`-th change of names in `folder`; its exit status."""
+    """Run `work` in a process that is killed before its `number`-th change of names in `folder`.
+
+    Returns:
+        Exit status of the process.
+    """
     process = workers.process(target=_work, args=(number, work, arguments, folder))
     process.start()
     process.join(60)
@@ -56,7 +60,7 @@ def _work(number: int, work: Callable[..., None], arguments: tuple[Any, ...], fo
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         nonlocal seen
-        # shutil.rmtree names files relative to an open folder, the last argument.
+        # shutil.rmtree passes names relative to an open folder, which is the last argument.
         if event in _CHANGES and (given[-1] >= 0 or os.fspath(given[0]).startswith(os.fspath(folder))):
             seen += 1
             if seen == number:

@@ -1,4 +1,4 @@
-"""What the fused pass must equal: the same steps one after the other, in float64, as plainly as can be."""
+"""Reference for the fused pass: the same steps in sequence, in float64, written as plainly as possible."""
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ WEIGHTS = np.array([0.299, 0.587, 0.114])
 
 
 def model_input(planes: NDArray[np.uint8], kind: int, *, size_px: int, mean: object, std: object) -> Array:
-    """A clip [T, S * S * 3 // 2] without changes: [3, T, S, S]."""
+    """Convert a clip [T, S * S * 3 // 2] without augmentation to [3, T, S, S]."""
     return normalise(np.clip(rgb_clip(planes, kind, size_px=size_px), 0, 1), mean, std)
 
 
 def augment_clip(
     planes: NDArray[np.uint8], kind: int, draw: Draw, number: int, *, size_px: int, mean: object, std: object
 ) -> Array:
-    """The clip with what was drawn for clip `number`."""
+    """Convert a clip with the parameters that were drawn for clip `number`."""
     rgb = rgb_clip(planes, kind, size_px=size_px)
     if draw.flip[number]:
         rgb = rgb[:, :, ::-1]
@@ -37,7 +37,7 @@ def blend(rgb: Array, grey: Array, factor: float) -> Array:
 
 
 def rgb_clip(planes: NDArray[np.uint8], kind: int, *, size_px: int) -> Array:
-    """[T, S, S, 3], not held in [0, 1]."""
+    """Convert a clip to RGB [T, S, S, 3], without clamping to [0, 1]."""
     return np.stack([rgb_picture(picture.astype(float), kind, size_px) for picture in planes])
 
 
@@ -56,7 +56,7 @@ def rgb_picture(planes: Array, kind: int, size_px: int) -> Array:
 
 
 def enlarge(plane: Array) -> Array:
-    """Twice the size: three parts of the nearest sample, one of the next, along each axis."""
+    """Double the size: along each axis, mix three parts of the nearest sample and one part of the next."""
     for axis in (0, 1):
         moved = np.moveaxis(plane, axis, 0)
         before, after = np.concatenate([moved[:1], moved[:-1]]), np.concatenate([moved[1:], moved[-1:]])
@@ -74,7 +74,7 @@ def turn_hue(rgb: Array, part_of_circle: float) -> Array:
 
 
 def blur_picture(picture: Array, sigma_px: float, radius: int = 6) -> Array:
-    """With the whole two-dimensional kernel, tap by tap."""
+    """Blur with the complete two-dimensional kernel, tap by tap."""
     steps = np.arange(-radius, radius + 1)
     kernel = np.exp(-0.5 * (steps[:, None] ** 2 + steps[None] ** 2) / sigma_px**2)
     kernel /= kernel.sum()

@@ -65,7 +65,8 @@ def test_a_decoded_frame_looks_as_swscale_shows_it() -> None:
     for frame in frames:
         kind = colour_kind(colorspace=frame.colorspace, color_range=frame.color_range, is_full_format=False)
         back = back_to_rgb(planes_of_frame(frame), kind, size_px=frame.width)
-        # The pictures are grey: how chroma is enlarged makes no difference, and swscale's tables err by a level or two.
+        # The images are grey, so the interpolation of chroma does not matter, and swscale's tables err by a level or
+        # two.
         assert np.abs(back.astype(int) - frame.to_ndarray(format="rgb24")).max() <= 3
 
 

@@ -44,7 +44,7 @@ def test_draws_have_the_ranges_and_the_shares_that_were_asked_for() -> None:
 def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
     positions = np.arange(100_000)
     drawn = draw_parameters(positions, SETTINGS, seed=0)
-    # A tall box is narrow.
+    # Height and width of a box are correlated, so the comparison uses only one part of the box.
     single = replace(drawn, box=drawn.box[:, 2:])
     sequences = [
         *values(single).T,
@@ -52,7 +52,7 @@ def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
         draw_parameters(positions, SETTINGS, seed=1).brightness,
     ]
     correlations = np.corrcoef(np.stack(sequences)) - np.eye(len(sequences))
-    # Sigma is 0 where there is no blur, and with nothing else has it to do.
+    # Sigma is 0 where there is no blur, but it must not correlate with anything else.
     assert np.abs(correlations).max() < 0.02
 
 

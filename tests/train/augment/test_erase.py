@@ -13,7 +13,7 @@ QUARTER = Augment(erase=0.25)
 def test_boxes_have_the_share_the_area_and_the_shape_that_the_paper_asks_for() -> None:
     box = draw_parameters(np.arange(50_000), QUARTER, seed=0).box
     erased = box[box[:, 0] > 0]
-    # Of a square, some of the largest and longest boxes do not fit; another attempt mends nearly all of it.
+    # Some of the largest and longest boxes do not fit into a square; further attempts correct nearly all of this.
     assert len(erased) / 50_000 == pytest.approx(0.25, abs=0.006)
     area, aspect = erased[:, 0] * erased[:, 1], erased[:, 0] / erased[:, 1]
     assert area.min() >= 0.02 - 1e-9 and area.max() <= 1 / 3 + 1e-9 and area.mean() == pytest.approx(0.17, abs=0.01)

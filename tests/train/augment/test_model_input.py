@@ -89,7 +89,7 @@ def test_drawing_nothing_changes_nothing() -> None:
 def test_jitter_means_what_torchvision_means(name: str, factor: float) -> None:
     planes, kinds = mild_planes(1, NUM_FRAMES, SIZE_PX), KINDS[:1]
     plain, converted = (run(planes, kinds, drawn)[0] for drawn in (None, with_one(name, factor)))
-    # The frames one above the other: the mean grey is then that of the clip.
+    # The frames are stacked vertically, so the mean grey equals the mean grey of the clip.
     tall = torch.from_numpy(plain).reshape(3, NUM_FRAMES * SIZE_PX, SIZE_PX)
     expected = getattr(torchvision_functional, f"adjust_{name}")(tall, factor).reshape(plain.shape).numpy()
     assert expected.min() > 0 and expected.max() < 1
@@ -113,7 +113,7 @@ def test_hue_keeps_grey_and_turns_as_torchvision_does() -> None:
         np.testing.assert_allclose(np.array(reference.WEIGHTS) @ matrix, reference.WEIGHTS, atol=1e-5)
     np.testing.assert_allclose(matrices[1] @ matrices[1], matrices[2], atol=1e-5)
     np.testing.assert_allclose(matrices[3], np.eye(3), atol=1e-5)
-    # A third of a circle takes red to green in both; here it keeps red's grey value.
+    # A rotation by a third of a circle turns red to green in both libraries; here, it also keeps the grey value of red.
     third = colour_map(with_one("hue", 1 / 3), mean=ZERO, std=ONE)[0, :, :3] @ np.array([0.6, 0.4, 0.4])
     theirs = torchvision_functional.adjust_hue(torch.tensor([0.6, 0.4, 0.4]).reshape(3, 1, 1), 1 / 3)
     assert int(third.argmax()) == int(theirs.argmax()) == 1

@@ -1,4 +1,4 @@
-"""Operations of RandAugment beside PIL's, and how they are drawn."""
+"""Operations of RandAugment, compared with PIL, and how they are drawn."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Pictures = NDArray[np.uint8]
 
 
 def smooth_clip() -> Pictures:
-    """[T, S, S, 3]: frames of different brightness, not quite smooth."""
+    """Return a clip [T, S, S, 3] with frames of different brightness that are not completely smooth."""
     y, x = np.mgrid[:SIZE_PX, :SIZE_PX] / SIZE_PX
     grain = np.random.default_rng(0).integers(-9, 10, (SIZE_PX, SIZE_PX, 1))
     frames = [
@@ -100,7 +100,7 @@ def test_a_move_is_pils_on_every_frame(name: str) -> None:
     strength, operation = MOVES[name]
     clip = smooth_clip()
     changed_clip, expected = change_clip(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
-    # PIL cuts where this rounds, and may see a pixel on the very edge as outside.
+    # PIL truncates values that clipmill rounds, and may treat a pixel on the edge as outside.
     off = np.abs(changed_clip - expected).max(axis=-1)
     assert (off <= 1).mean() > 0.99 and np.abs(changed_clip - clip.astype(int)).mean() > 5
     outside = (expected == FILL_BYTES).all(axis=-1)
@@ -111,7 +111,7 @@ def test_weak_operations_change_little_and_strong_ones_much() -> None:
     clip = smooth_clip().astype(int)
     for name in OPERATIONS[3:]:
         off = [np.abs(change_clip(clip.astype(np.uint8), name, at) - clip).mean() for at in (0.0, 0.3, 1.0)]
-        # Posterize and solarize keep four bits, or all values, at the least.
+        # At strength 0, posterize keeps four bits and solarize keeps all values.
         assert off[0] < (8 if name == "posterize" else 0.6), name
         assert off[0] <= off[1] < off[2], name
 
@@ -149,7 +149,7 @@ def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() ->
             if operation >= 0:
                 clip = apply_operation(clip, OPERATIONS[operation], strength, fill=FILL)
         back = whole[number] * torch.tensor(std)[:, None, None, None] + torch.tensor(FILL)[:, None, None, None]
-        # What no operation touches keeps its fractions.
+        # Without an operation, the clip keeps its fractional values.
         tolerance = 1e-3 if (drawn.operation[number] >= 0).any() else 0.501
         assert (back.transpose(0, 1) * 255 - clip.float()).abs().max() < tolerance
 
@@ -162,7 +162,7 @@ def test_a_clip_of_a_batch_takes_few_operators(batch: int, most: int) -> None:
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal count
-            count += not func.is_view  # a view launches nothing
+            count += not func.is_view  # a view launches no kernel
             return func(*args, **(kwargs or {}))
 
     video = torch.zeros(batch, 3, 2, 16, 16)
@@ -179,7 +179,7 @@ def test_clips_of_a_batch_are_those_of_torchvision_one_by_one(settings: Augment)
         torch.randn(24, 3, 2, SIZE_PX, SIZE_PX, generator=torch.Generator().manual_seed(0)),
         (0.229, 0.224, 0.225),
     )
-    video[3], video[4] = 0.3, (2 * video[4]).round() / 2  # of one value, and of few
+    video[3], video[4] = 0.3, (2 * video[4]).round() / 2  # a clip with one value, and a clip with few values
     drawn, changed = draw_parameters(np.arange(24), settings, seed=3), video.clone()
     rand_augment_clips(changed, drawn.operation, drawn.strength, mean=FILL, std=std)
     mean_C11, std_C11 = (torch.tensor(values)[:, None, None] for values in (FILL, std))
@@ -193,12 +193,12 @@ def test_clips_of_a_batch_are_those_of_torchvision_one_by_one(settings: Augment)
 
 
 def by_torchvision(clip_TCHW: torch.Tensor, name: str, strength: float) -> torch.Tensor:
-    """An operation on a single clip, moves by a grid that is written out."""
+    """Apply an operation to a single clip; moves use an explicit grid."""
     size, factor, side = abs(strength), max(0.1, 1 + 0.9 * strength), clip_TCHW.shape[-1]
     if name in COLOURS:
         colours: dict[str, Callable[[], torch.Tensor]] = {
             "posterize": lambda: functional.posterize(clip_TCHW, 4 - int(4 * size)),
-            # torchvision refuses a threshold that no value reaches.
+            # torchvision rejects a threshold above the largest value.
             "solarize": lambda: functional.solarize(clip_TCHW, 256 - int(256 * size)) if size >= 1 / 256 else clip_TCHW,
             "solarize_add": lambda: torch.where(clip_TCHW < 128, clip_TCHW + int(110 * size), clip_TCHW),
         }

@@ -1,4 +1,4 @@
-"""`train bench` from outside: what it measures, what it names, and the exit status."""
+"""`train bench` from the command line: measurements, output and exit status."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ LINKS = ["read", "decode", "crop", "tokens", "transfer", "augment", "model"]
 
 @pytest.fixture
 def bench() -> Bench:
-    """Runs the command in this process and gives its exit status."""
+    """Run the command in this process and return its exit status."""
 
     def run(*arguments: object) -> int:
         defaults = {**SMALL, "--seconds": 0.05}
@@ -42,7 +42,7 @@ def test_every_link_has_a_rate_and_the_slowest_is_named(
     result = json.loads(capsys.readouterr().out)
     rates = {link["link"]: link["items_per_s"] for link in result["links"]}
     assert list(rates) == LINKS
-    assert rates.pop("transfer") is None, "on a CPU there is nothing to transfer"
+    assert rates.pop("transfer") is None, "a CPU run has no transfers"
     assert min(rates.values()) > 0
     assert rates[result["slowest"]] == min(rates.values())
     for name in (
@@ -58,7 +58,7 @@ def test_every_link_has_a_rate_and_the_slowest_is_named(
 
 @pytest.fixture(scope="module")
 def labelled_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny data, whose captions have a class."""
+    """The tiny data folder with a class for each caption."""
     folder = tmp_path_factory.mktemp("labelled")
     shutil.copytree(data_dir, folder, dirs_exist_ok=True)
     captions = read_captions(data_dir).drop(["caption_id"])
@@ -127,7 +127,7 @@ def test_data_that_cannot_be_decoded_is_no_rate(
     for tar in broken.glob("video/*/*.tar"):
         content = tar.read_bytes()
         tar.write_bytes(bytes(byte ^ 1 for byte in content))
-    # However many may fail: a set that has nothing else is not tried for ever.
+    # If all samples fail, the benchmark stops, whatever the number of allowed failures.
     for max_failures in (5, 1_000_000):
         assert bench("--shards", broken, "--max-failures", max_failures) == 1
         assert "too many samples could not be loaded" in capsys.readouterr().err

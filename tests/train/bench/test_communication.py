@@ -1,4 +1,4 @@
-"""The breakdown of a step: intervals against a grid of moments, and two processes on gloo under each strategy."""
+"""The breakdown of a step: intervals against a grid of moments, and two gloo processes with each strategy."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def test_a_step_on_a_cpu_is_broken_down_by_operators_of_the_training_thread() ->
     events = [
         Event("clipmill::step", 0, 100, thread=1),
         Event("aten::linear", 10, 50, thread=1),
-        Event("aten::addmm", 12, 48, thread=1),  # within the other
-        Event("aten::copy_", 55, 70, thread=2),  # a thread of gloo
+        Event("aten::addmm", 12, 48, thread=1),  # inside the other event
+        Event("aten::copy_", 55, 70, thread=2),  # a gloo thread
         Event("c10d::allreduce_", 50, 52, thread=1),
         Event("gloo:all_reduce", 40, 75, thread=2),
         Event("gloo:all_reduce", 70, 80, thread=3),
-        Event("gloo:broadcast", 95, 120, thread=2),  # into the next step
+        Event("gloo:broadcast", 95, 120, thread=2),  # extends into the next step
         Event("clipmill::step", 110, 130, thread=1),
     ]
     first, second = breakdowns(events)
@@ -76,7 +76,7 @@ def test_a_recording_on_a_cpu_prints_nothing(forks: Forks) -> None:
 def test_a_step_on_a_gpu_is_broken_down_by_its_kernels() -> None:
     events = [
         Event("clipmill::step", 0, 100, thread=1),
-        Event("aten::linear", 0, 90, thread=1),  # the host is not what computes
+        Event("aten::linear", 0, 90, thread=1),  # host events do not count as computation
         Event("gemm", 20, 60, is_on_device=True),
         Event("Memcpy DtoD (Device -> Device)", 60, 70, is_on_device=True),
         Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", 50, 80, is_on_device=True),
@@ -110,7 +110,7 @@ def test_two_processes_break_their_steps_down_under_each_strategy(data_dir: Path
     result = json.loads((tmp_path / "said.0").read_text())
     expected = [(strategy, exchange) for strategy in STRATEGIES for exchange in ("scalars", "features")]
     assert [(entry["strategy"], entry["exchange"]) for entry in result["strategies"]] == expected
-    assert (tmp_path / "said.1").read_text() == "", "one process speaks for all"
+    assert (tmp_path / "said.1").read_text() == "", "only one process prints"
     doing = [f"measuring steps with {strategy}, exchange {exchange}" for strategy, exchange in expected]
     assert (tmp_path / "said.doing.0").read_text().splitlines() == doing
     for entry in result["strategies"]:

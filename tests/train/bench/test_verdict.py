@@ -18,7 +18,8 @@ def test_a_loader_that_is_slower_than_the_model_is_what_holds_it_up() -> None:
 
 
 def test_stages_of_the_loader_add_up() -> None:
-    # The model is the slowest stage by itself, and still waits for what the loader's threads do one after the other.
+    # The model is the slowest single stage, but it still waits, because the loader's threads run several stages in
+    # sequence.
     verdict = judge({**STAGES, "augment": 1e6, "model": 190.0}, loader=150.0, compute=190.0)
     assert (verdict.bound, verdict.slowest, verdict.cause) == ("data", "model", "decode")
 
@@ -71,7 +72,7 @@ def test_a_stage_within_another_one_counts_only_as_itself() -> None:
 
         decode = watch.time_calls("decode", outer, is_on_device=True)
         decode()
-        assert not watch.times_s and not waits, "it is not running"
+        assert not watch.times_s and not waits, "the watch is not running"
         watch.is_running = True
         decode()
         crop()
@@ -79,4 +80,4 @@ def test_a_stage_within_another_one_counts_only_as_itself() -> None:
         thread.start()
         thread.join()
     assert watch.times_s == {"decode": [4], "crop": [2, 2, 2, 2]}
-    assert len(waits) == 2, "before and after the stage that a device computes"
+    assert len(waits) == 2, "one wait before and one after the stage on the device"

@@ -1,4 +1,4 @@
-"""A data folder of bars that move to the left or to the right, bright or dark, labelled."""
+"""A labelled data folder of bright or dark bars that move to the left or to the right."""
 
 import io
 from pathlib import Path
@@ -16,7 +16,7 @@ NOUNS = {"dark": 0, "bright": 10}
 
 
 def encode_clips(names: list[str], rng: np.random.Generator) -> bytes:
-    """A chunk of clips, one after another."""
+    """Encode clips as a chunk, one clip after another."""
     content = io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
         options = {"threads": "1", "g": "8", "bf": "2", "preset": "ultrafast", "crf": "20", "sc_threshold": "0"}
@@ -38,7 +38,7 @@ def encode_clips(names: list[str], rng: np.random.Generator) -> bytes:
 
 
 def write_moving(data_dir: Path, *, num_videos: int = 12) -> None:
-    """Three videos of four are to train on; each has four clips of a second."""
+    """Write videos with four clips of one second each; three of four videos are for training."""
     rng = np.random.default_rng(0)
     videos, captions = {}, []
     samples: dict[str, list] = {"train": [], "val": []}

@@ -48,7 +48,7 @@ def test_actions_are_sorted_as_strings_over_training_and_evaluation_together(dat
 
 
 def test_the_order_of_actions_is_that_of_the_definition() -> None:
-    """All pairs of 97 verbs and 300 nouns, against Python's order of strings."""
+    """All pairs of 97 verbs and 300 nouns have the order of Python strings."""
     rng = np.random.default_rng(0)
     pairs = {f"{verb}:{noun}" for verb, noun in zip(rng.integers(0, 97, 4000), rng.integers(0, 300, 4000), strict=True)}
     classes = ClassList("action", tuple(sorted(pairs)))
@@ -113,5 +113,5 @@ def test_an_action_with_names_of_its_own_is_a_label_like_any_other(tmp_path: Pat
     assert classes.names == ("close:it", "open:it") and classes.parts == {}
     assert class_labels(read_captions(tmp_path).schema) == ("action", "noun", "verb")
     without = read_captions(tmp_path).drop_columns(["label_action"])
-    with pytest.raises(UserError, match="have no column label_action"):  # names have no numbers to make pairs of
+    with pytest.raises(UserError, match="have no column label_action"):  # names have no numbers to combine
         class_names_of(without, label="action")

@@ -1,4 +1,4 @@
-"""`train classify` and `train eval classification` from outside."""
+"""`train classify` and `train eval classification` from the command line."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
     printed = capsys.readouterr().out
     assert "36 of 37 captions of split 'train', 4 of 4 classes (action); 1 without label" in printed
     last = read_lines(RunFolder(out).metrics)[-1]
-    # Directions are in the order of the frames alone.
+    # Directions can only be seen from the order of frames.
     assert last["val/action_top1"] > 0.8 and last["val/verb_top1"] > 0.8 and last["val/noun_top1"] > 0.8  # chance: 1/4
 
     result = scores(capsys, out)
@@ -66,7 +66,7 @@ def test_it_starts_from_the_video_tower_of_a_run(
     first, second = tmp_path / "towers", tmp_path / "classes"
     few = ("--batch", 4, "--warmup-steps", 1, "--steps", 1)
     assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", first) == 0
-    # What the weights were trained with stands in the checkpoint.
+    # The checkpoint stores the classes that the weights were trained with.
     (first / "settings.yaml").write_text("model: [")
     longer = [4 if before == "--num-frames" else flag for before, flag in zip(("", *TINY), TINY, strict=False)]
     start = ("--init.weights", first, "--lr", "1e-9")
@@ -126,7 +126,7 @@ def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
         assert train("classify", "--shards", moving, *TINY, *flags, "--out", tmp_path / "run") == 2
         printed = capsys.readouterr()
         assert f"error: {message}" in printed.err
-    # Why there are no more samples is said before.
+    # An earlier line states why there are no more samples.
     assert "data: 36 of 37 captions of split 'train'" in printed.out + printed.err.split("error:")[0]
 
 

@@ -1,4 +1,4 @@
-"""`train classify` of a tower that was pre-trained by `train mae`, with all of VideoMAE's recipe."""
+"""`train classify` with a tower pre-trained by `train mae`, and with VideoMAE's complete recipe."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ RECIPE = (
 
 
 def words(*flags: Any) -> list[Any]:
-    """Flags with their values, of which the last counts where one is given again."""
+    """Return flags with their values; the last value of a repeated flag wins."""
     pairs = dict(zip(flags[::2], flags[1::2], strict=True))
     return [word for pair in pairs.items() for word in pair]
 
@@ -44,7 +44,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     capsys.readouterr()
     still = ("--lr", "1e-9", "--steps", 1, "--shards", moving)
     flags = words(*TINY, *STEPS, *RECIPE, *still, "--init.weights", first, "--evaluate.every", 1)
-    # As the preset of another kind of tower has it.
+    # The preset of a different kind of tower sets this flag.
     assert train("classify", *flags, "--towers.temporal", "random", "--out", second) == 0
     printed = capsys.readouterr().out
     assert "not used, because a classifier has no such parts: the decoder and its mask token" in printed
@@ -67,7 +67,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert "5 clips x 3 crops along the longer side, 32 px, mean of their probabilities" in result["clip"]
     assert result["num_samples"] == 12 and "moving average" in result["weights"]
 
-    # A classifier for other classes keeps the tower and the norm of its features.
+    # A classifier for other classes keeps the tower and the feature norm.
     flags = words(*TINY, *STEPS, *still, "--label", "verb", "--init.weights", second)
     assert train("classify", *flags, "--out", third) == 0
     assert "not used, because a classifier has no such parts: a classifier's last layer" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
 
 def test_parts_of_a_batch_change_nothing_of_the_recipe(moving: Path, tmp_path: Path) -> None:
     flags = ("--shards", moving, *TINY, *STEPS, *RECIPE, "--towers.kind", "videomae")
-    # What parts draw for themselves differs: features of the last layer, and whole blocks.
+    # These draws differ between microbatches: dropout of the last features, and dropped blocks.
     drawn = ("--dropout", 0, "--towers.drop-path", 0, "--precision", "fp32", "--steps", 4)
     for name, more in (("whole", ()), ("parts", ("--microbatch", 4))):
         assert train("classify", *words(*flags, *drawn, *more), "--out", tmp_path / name) == 0
@@ -154,7 +154,7 @@ def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
     depth = 2
     assert len(blocks_of(model)) == depth
     for name, parameter in model.named_parameters():
-        # VideoMAE numbers the cubes' embedding 0, block b (from 0) b + 1, and all behind them depth + 1.
+        # VideoMAE numbers the cube embedding 0, block b (from 0) b + 1, and everything after the blocks depth + 1.
         layer = depth + 1
         if name.startswith("video.conv1."):
             layer = 0

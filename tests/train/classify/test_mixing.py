@@ -33,7 +33,7 @@ def test_mixup_blends_each_clip_and_its_target_with_those_opposite() -> None:
 
 def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() -> None:
     video, labels = clips(), torch.tensor([0, 1, 2, 3])
-    mix = cut_around(6, 3, weight=0.75, size_px=SIZE)  # a square of 4, cut off below
+    mix = cut_around(6, 3, weight=0.75, size_px=SIZE)  # a square of 4 that the lower edge cuts off
     assert mix == Mix(1 - 4 * 4 / 64, (4, 8, 1, 5))
     mixed = mix_clips(video, video.flip(0), mix)
     targets = mixed_targets(labels, num_classes=4, smoothing=0.0, mix=mix)
@@ -68,7 +68,7 @@ def test_what_is_drawn_is_seeded_and_has_the_beta_distributions_moments() -> Non
         != draw_mixes(4, 5, mixup=0.8, cutmix=1.0)
     )
     shares = np.array([mix.weight for mix in draw_mixes(0, 4000, mixup=0.8, cutmix=0.0)])
-    # Of Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)).
+    # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)).
     assert abs(shares.mean() - 0.5) < 0.02 and abs(shares.var() - 1 / (4 * 2.6)) < 0.01
     both = draw_mixes(0, 2000, mixup=0.8, cutmix=1.0)
     assert 900 < sum(mix.box is None for mix in both) < 1100

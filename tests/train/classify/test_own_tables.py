@@ -1,4 +1,4 @@
-"""Labels of a user's own table, from `prep manifest folder --captions` to `train classify`: the frames they reach."""
+"""Labels from a user's table, from `prep manifest folder --captions` to `train classify`: the labelled frames."""
 
 import json
 from fractions import Fraction
@@ -18,8 +18,8 @@ from tests.tiers import nightly_beyond
 from tests.train.running import facts, train
 
 FPS = 10
-# Video, start and duration in seconds, label, speed, split; a row without times is about a whole video of 6 s. Spans
-# reach over the borders of the chunks of 2 s, and one beyond the end of its video.
+# Each row is video, start and duration in seconds, label, speed and split. A row without times labels a complete video
+# of 6 s. Spans cross the boundaries of chunks of 2 s, and one span extends beyond the end of its video.
 ROWS: list[tuple[str, float | None, float | None, str, str | None, str]] = [
     ("a.mp4", 0.0, 1.5, "run", "fast", "train"),
     ("a.mp4", 1.5, 3.0, "jump", "slow", "train"),
@@ -50,7 +50,7 @@ def write(path: Path) -> Path:
 
 
 def frames_by_class(data: Path, split: str, label: str) -> dict[str, list[tuple[int, int]]]:
-    """The first and the last frame of the clips of each class, for which every frame is asked."""
+    """Return the first and last frame of the clips of each class, found by sampling every frame."""
     frames_by_class: dict[str, list[tuple[int, int]]] = {}
     names = read_classes(data, label=label, splits=("train", "val")).names
     flags: dict[str, Any] = {"num_frames": 120, "size_px": 64, "crop": "centre", "shuffle": False, "workers": 1}
@@ -68,7 +68,7 @@ def test_labels_of_spans_and_of_videos_are_those_of_the_frames(videos: Path, tmp
     chunk(data, "--len", "2s", "--preset", "ultrafast", "--short-side", "64")
     assert frames_by_class(data, "train", "class") == {"run": [(0, 14), (0, 59)], "jump": [(15, 44)]}
     assert frames_by_class(data, "val", "class") == {"jump": [(10, 24)], "run": [(45, 59)]}
-    assert frames_by_class(data, "train", "speed") == {"fast": [(0, 14)], "slow": [(15, 44)]}  # b has none
+    assert frames_by_class(data, "train", "speed") == {"fast": [(0, 14)], "slow": [(15, 44)]}  # b has no speed
     assert {row["text"]: row["source"] for row in read_captions(data).to_pylist()} == {
         **dict.fromkeys(("run fast", "jump slow", "run"), "class")
     }

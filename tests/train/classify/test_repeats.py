@@ -1,4 +1,4 @@
-"""Repeated augmentation: a clip is visited several times in a row, and decoded once."""
+"""Repeated augmentation: a clip is visited several times in a row and decoded once."""
 
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
     assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()
     batches = list(islice(samples.batches(max_failures=0), 9))
-    # Clips lie within a chunk each; the loader may have begun what comes after.
+    # Each clip lies in one chunk, and the loader may have decoded ahead.
     assert NUM_CLIPS <= len(decoded) <= NUM_CLIPS + 12
     clips = np.concatenate([loaded.batch["clip_id"].numpy() for loaded in batches]).reshape(-1, 3)
     assert (clips == clips[:, :1]).all() and sorted(clips[:, 0]) == list(range(NUM_CLIPS))

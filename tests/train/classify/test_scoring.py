@@ -50,7 +50,7 @@ def test_a_verb_wins_by_the_sum_of_its_actions_not_by_the_best_of_them() -> None
 
 def test_hits_are_those_of_a_full_sort() -> None:
     probabilities = random_probabilities(200, 12, seed=1)
-    probabilities[::3, 4] = probabilities[::3, 2]  # ties: the lower class comes first
+    probabilities[::3, 4] = probabilities[::3, 2]  # in a tie, the lower class comes first
     labels = torch.from_numpy(np.random.default_rng(2).integers(0, 12, 200))
     order = np.argsort(-probabilities.numpy(), axis=1, kind="stable")
     rank = (order == labels.numpy()[:, None]).argmax(axis=1)
@@ -80,7 +80,7 @@ def test_results_by_class_say_which_class_is_taken_for_which() -> None:
     assert noun["names"] == ["0", "1"] and noun["num"] == [4, 0]
     assert majority_baseline(action) == {"top1": 0.5, "top5": 1.0, "mean_class": 0.5}
     view = class_view(action)
-    assert [row["name"] for row in view["rows"]] == ["0:0", "1:0"], "classes that have clips"
+    assert [row["name"] for row in view["rows"]] == ["0:0", "1:0"], "only classes with clips are listed"
     assert [[cell["count"] for cell in row["cells"]] for row in view["matrix"]] == [[1, 0], [0, 0]]
     assert [row["others"] for row in view["matrix"]] == [1, 2] and view["has_others"]
     assert view["pairs"][0] == {"name": "1:0", "taken_for": "0:1", "count": 2, "share": 1.0}
@@ -93,7 +93,7 @@ def test_a_tie_is_not_a_hit_and_is_taken_for_the_other_class() -> None:
 
 
 def each_taken_for_the_next(num_classes: int) -> dict[str, Any]:
-    """Results of classes with one clip, two clips and so on."""
+    """Return results in which every clip is taken for the next class; class n has n + 1 clips."""
     label = torch.arange(num_classes).repeat_interleave(torch.arange(1, num_classes + 1))
     predictions = Predictions(label, (label + 1) % num_classes, torch.ones_like(label, dtype=torch.bool))
     return predictions.by_class([f"c{number}" for number in range(num_classes)], title="class")

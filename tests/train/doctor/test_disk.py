@@ -1,4 +1,4 @@
-"""Disks: of which kind they are, and that looking at one leaves nothing behind."""
+"""Disks: their kind is recognized, and the measurement leaves no file."""
 
 import errno
 import os
@@ -79,12 +79,12 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
 
 
 def _without_rights() -> list[str]:
-    """A command before another that takes from root what lets it read any file."""
+    """Return a command prefix that removes root's permission to read any file."""
     if os.geteuid() != 0:
         return []
     command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
     if shutil.which("setpriv") is None or subprocess.run([*command, "true"], check=False).returncode:
-        pytest.skip("root reads any file, and setpriv cannot take that away here")
+        pytest.skip("root can read any file, and setpriv cannot drop this permission here")
     return command
 
 

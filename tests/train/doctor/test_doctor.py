@@ -1,4 +1,4 @@
-"""`train doctor` on the machine of the tests, and where its child hangs, dies or talks nonsense."""
+"""`train doctor` on the test machine, and with a child process that hangs, dies or prints garbage."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def test_this_machine_is_described(
     assert all(trial["kernels"] and not trial["error"] for trial in tried if trial["attention"] == "sdpa")
     assert report["machine"]["decoder"]["missing"] == []
     assert all(finding["level"] != "broken" and finding["hint"] for finding in report["findings"])
-    # What was found can be told again from its JSON.
+    # The JSON can be read back.
     accelerator_of(report["machine"]["accelerator"])
 
 
@@ -47,7 +47,7 @@ def test_lines_fit_a_terminal_of_80_columns(
     lines = capsys.readouterr().out.splitlines()
     for label in ("gpu", "torch", "attention", "decoder", "processor", "threads", "disk", "software", "training"):
         assert any(line.startswith(f"{label} ") for line in lines), label
-    # Only a word that is longer than a line, as a path can be, goes on beyond it.
+    # Only a word that is longer than a line, such as a path, may exceed the width.
     assert all(len(line) <= 80 or len(line.split()) <= 3 for line in lines)
 
 
@@ -87,7 +87,7 @@ def test_a_driver_that_hangs_or_kills_is_told_of(
     begin_s = time.monotonic()
     report = ask_child(timeout_s=3, module="damaged_driver")
     assert words in (report.torch_error or "")
-    assert time.monotonic() - begin_s < 60  # it came back at all
+    assert time.monotonic() - begin_s < 60  # the command returned
 
 
 def test_a_run_carries_what_costs_it_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What is said of made-up machines."""
+"""Findings of `train doctor` about synthetic machines."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ GOOD = MachineFacts(
 
 
 def machine(*, asked: str = "auto", **changes: dict[str, Any]) -> MachineFacts:
-    """The good machine with other fields of its host, accelerator, decoder or disk."""
+    """Return the good machine with changed fields of its host, accelerator, decoder or disk."""
     parts = {name: replace(getattr(GOOD, name), **fields) for name, fields in changes.items()}
     return replace(GOOD, asked_device=asked, **parts)
 
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_said_with_a_hint(examined: MachineFacts, level: str, w
         machine(host={"thread_variables": {"OMP_NUM_THREADS": " 16,1"}}),
         machine(host={"thread_variables": {"OMP_NUM_THREADS": ""}}),
         machine(host={"thread_variables": {"OMP_NUM_THREADS": "banana"}}, accelerator=NO_GPU),
-        machine(host={"shm_bytes": 64 << 20}),  # one GPU exchanges nothing
+        machine(host={"shm_bytes": 64 << 20}),  # a single GPU exchanges nothing
         machine(disk={"speed": replace(SLOW, cached=True)}),
         machine(disk={"speed": SLOW}),
         machine(accelerator={"gpus": [replace(H200, free_bytes=None)]}),

@@ -12,7 +12,7 @@ TEXTS = ["take plate", "wash cup", "grab plate", "wash cup", "a dog"]
 
 
 def data(path: Path, **labels: pa.Array) -> Path:
-    """Five captions of the split val."""
+    """Data folder with five captions in split val."""
     captions = pa.table(
         {
             "video_id": pa.array(["a"] * 5).dictionary_encode(),

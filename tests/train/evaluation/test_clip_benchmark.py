@@ -1,4 +1,4 @@
-"""CLIP_benchmark's tars: the figures are those of clip_benchmark itself, for the same exported weights and tars."""
+"""CLIP_benchmark's tars: for the same exported weights and tars, the results equal those of clip_benchmark."""
 
 import io
 import json
@@ -29,7 +29,10 @@ CAPTIONS = ["a dog runs", "a tree in the wind", "two boats", "a house", "someone
 
 
 def image(rng: np.random.Generator) -> bytes:
-    """A grey pattern in a PNG, of levels that YUV has too: others, and colours, differ from Pillow's by rounding."""
+    """Make a PNG of a grey pattern.
+
+    YUV represents its levels exactly; other levels and colours would differ from Pillow's by rounding.
+    """
     coarse = rng.choice(np.array([0, 85, 170, 255], np.uint8), (4, 4)).repeat(8, axis=0).repeat(8, axis=1)
     content = io.BytesIO()
     Image.fromarray(coarse).convert("RGB").save(content, "png")
@@ -37,7 +40,7 @@ def image(rng: np.random.Generator) -> bytes:
 
 
 def write_set(folder: Path, *, kind: str) -> Path:
-    """A data set in the layout of CLIP_benchmark, in two tars."""
+    """Write a data set in the layout of CLIP_benchmark, in two tars."""
     rng = np.random.default_rng(3)
     (folder / "test").mkdir(parents=True)
     for number in range(2):
@@ -60,11 +63,11 @@ def write_set(folder: Path, *, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def exported_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, exported for open_clip."""
+    """Tiny model, exported for open_clip."""
     folder = tmp_path_factory.mktemp("exported")
     words = (
         f"--model tiny --num-frames 1 --size-px {SIDE_PX} --batch 4 --steps 2 --workers 1 --warmup-steps 0 --lr 0.01"
-        # Of two captions whose similarities are equal but for rounding, either may be first.
+        # With other weights, two similarities may differ only by rounding, so that either caption may be first.
         " --seed 1"
     )
     assert train("dual-encoder", "--shards", data_dir, "--out", folder / "run", *words.split()) == 0
@@ -73,8 +76,8 @@ def exported_model(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def theirs(exported: Path, data: Path, **options: Any) -> tuple[Any, DataLoader[Any], Any]:
-    """The model of open_clip, the images as clip_benchmark loads them, and the tokenizer."""
-    # With both arguments, as DataComp's tools call it.
+    """Return open_clip's model, the images as clip_benchmark loads them, and the tokenizer."""
+    # DataComp's tools pass both arguments.
     weights = str(exported / "open_clip_model.safetensors")
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{exported}", pretrained=weights)
     dataset = build_wds_dataset("", preprocess, split="test", data_dir=str(data))
@@ -90,7 +93,7 @@ def test_zero_shot_classification_is_that_of_clip_benchmark(
 ) -> None:
     data = write_set(tmp_path / "set", kind="cls")
     model, loader, tokenizer = theirs(exported_model, data)
-    # Its own function takes an array for a number, which NumPy 2.4 refuses.
+    # clip_benchmark's own function converts an array to a number, which NumPy 2.4 rejects.
     monkeypatch.setattr(zeroshot_classification, "accuracy", top_k)
     dataset: Any = loader.dataset
     expected = zeroshot_classification.evaluate(
@@ -121,7 +124,7 @@ def test_retrieval_with_several_captions_is_that_of_clip_benchmark(
 def test_the_loop_has_the_figures_of_the_command(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluations of images by both protocols, in a run on videos."""
+    """Images are evaluated with both protocols during a run on videos."""
     tars = {kind: write_set(tmp_path / kind, kind=kind) / "test" / "{0..1}.tar" for kind in ("cls", "txt")}
     words = f"--model tiny --num-frames 1 --size-px {SIDE_PX} --batch 4 --steps 1 --workers 1 --evaluate.every 1"
     named = (f"zero={tars['cls']}@test:zero-shot", f"pairs={tars['txt']}@test:clip-benchmark")
@@ -155,7 +158,7 @@ def test_what_the_tars_lack_is_said(
         train("eval", "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt", "--label", "verb") == 2
     )
     assert "images in tars have no label 'verb'" in capsys.readouterr().err
-    # ImageNet has two classes of the same name: they tie, which counts against the model.
+    # ImageNet has two classes with the same name. They tie, which counts against the model.
     (tmp_path / "names.txt").write_text("sunglasses\n" * len(NAMES))
     same = score(capsys, "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt")
     assert same["top"] == {"1": 0.0, "5": 0.0}

@@ -1,4 +1,4 @@
-"""`train eval` from outside: a run that was evaluated in the loop, then scored by every protocol."""
+"""`train eval` from the command line: a run that was evaluated in the loop is scored with every protocol."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.train.running import train
 
 @pytest.fixture(scope="module")
 def kitchen(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny data with classes: what happens is the verb, the part of the video the noun."""
+    """The tiny data with classes: the action is the verb, and the part of the video is the noun."""
     kitchen = tmp_path_factory.mktemp("kitchen")
     shutil.copytree(data_dir, kitchen, dirs_exist_ok=True)
     captions = read_captions(data_dir)
@@ -53,7 +53,7 @@ def test_the_loop_and_the_command_find_the_same(run: Path, capsys: pytest.Captur
     for direction in ("average", "video_to_text", "text_to_video"):
         for name in ("mean_ap", "ndcg"):
             assert result[direction][name] == pytest.approx(lines[-1][f"train/{direction}_{name}"], abs=1e-6)  # type: ignore[index]
-    # Nine clips, of which three have the caption "it begins".
+    # Three of the nine clips have the caption "it begins".
     assert result["coverage"] == "9 of 9 clips, 7 sentences"
     assert result["weights"] == "moving average of the weights, fp32"
 
@@ -80,7 +80,7 @@ def test_every_protocol_stands_beside_its_numbers(
     assert train("eval", "zero-shot", run, "--label", "verb", "--templates", tmp_path / "templates.txt") == 0
     printed = capsys.readouterr().out
     result = json.loads(RunFolder(run).evaluation("zero-shot-val-verb").read_bytes())
-    # Of guessing one of both classes, and of always predicting the more frequent one: two names.
+    # Chance is a guess between both classes; the majority baseline always predicts the more frequent class.
     assert result["chance"] == {"1": 0.5, "5": 1.0} and result["majority_baseline"]["top1"] > 0.5
     assert f"  majority baseline{percent(result['majority_baseline']['top1']):>13}" in printed
     assert "  chance" not in printed and "chance: one of all classes at random" in printed
@@ -137,7 +137,7 @@ def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.Ca
     ("old", "new", "message"),
     [
         ("num_frames: 2", "num_frames: 4", "--num-frames is 4, but {} has 2"),
-        # All weights fit with these.
+        # All weights fit these settings.
         ("sampling: uniform", "sampling: lavila", "--sampling is lavila, but {} has uniform"),
         ("activation: null", "activation: quick_gelu", "--towers.activation is quick_gelu, but {} has None"),
     ],

@@ -1,4 +1,4 @@
-"""EgoMCQ: accuracy by kind against the public code's rule, in the loop and by the command, and what is missing."""
+"""EgoMCQ: accuracy by kind compared with the public code, in the loop and by command, and missing data."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ TEXTS = ["#C C opens the door", "#C C walks", "#O a man eats", "#C C picks a bag
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three videos whose clips of questions have captions of another source beside them, and the questions."""
+    """Questions, and three videos whose question clips also have captions from a different source."""
     folder = tmp_path_factory.mktemp("kitchen")
     write_shard(folder, 0, [chunk for name in VIDEOS for chunk in chunks_of(name, 40)], split="val")
     captions = [
@@ -45,7 +45,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = {}
     for number in range(24):
         of_video = [clip for clip in clips if clip[0] == VIDEOS[number % 3]]
-        # All videos show the same: spans of inter questions differ, too.
+        # All videos show the same frames, so the spans of inter questions differ, too.
         chosen = of_video if number % 2 else [clips[3 * video + (number // 2 + video) % 3] for video in range(3)]
         questions[str(number)] = question(TEXTS[number % 6], int(rng.integers(3)), *chosen)
     (folder / "egomcq.json").write_text(json.dumps(questions))
@@ -62,7 +62,7 @@ def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
-    """Percent of questions whose argmax is the answer, by whether the clips are of one video."""
+    """Return the percentage of questions whose argmax is the answer, by whether the clips come from one video."""
     opened_run = open_for(find_task("dual-encoder"), RunFolder(run), Use())
     table = protocol_captions(kitchen, "egomcq", split="val", sources=None)
     samples = opened_run.task.samples("val", World(), table=table)

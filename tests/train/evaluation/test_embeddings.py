@@ -1,4 +1,4 @@
-"""Embedding a split in parts and putting the parts together, without a real model."""
+"""Embedding a split in parts and combining the parts, without a real model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Towers(nn.Module):
-    """The first two frames' colours as the embedding of a clip; of a caption the first two tokens."""
+    """Towers that embed a clip as the colours of its first two frames, and a caption as its first two tokens."""
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normalize = nn.functional.normalize
@@ -34,7 +34,7 @@ class Task:
 
 
 def load_batch(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> LoadedBatch:
-    """A batch in which sample i points somewhere else at each look."""
+    """Make a batch in which each view of sample i points in a different direction."""
     failures = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(failed))
     if not samples:
         return LoadedBatch(Batch(), failures, Cursor(0))
@@ -62,9 +62,9 @@ def same(first: Embeddings, other: Embeddings) -> bool:
 @pytest.mark.parametrize(
     "parts",
     [
-        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one less
-        ([[0, 2, 4, 6]], [[1], [3], [5]]),  # in batches of other sizes
-        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has none
+        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one sample less
+        ([[0, 2, 4, 6]], [[1], [3], [5]]),  # in batches of different sizes
+        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has no sample
         ([[]], [[0, 1, 2], [3, 4, 5, 6], []]),
     ],
 )
@@ -90,7 +90,7 @@ def test_nothing_at_all_is_failed_work_that_says_why() -> None:
 
 def test_looks_at_a_clip_are_averaged() -> None:
     embeddings = embed([load_batch([0, 5], num_looks=3)], num_clips=3)
-    # Three unit vectors 0.1 apart: their mean points along the middle one.
+    # The mean of three unit vectors that are 0.1 apart has the direction of the middle vector.
     angles = np.array([0.1, 1.6])
     assert embeddings.video == pytest.approx(np.stack([np.cos(angles), np.sin(angles)], 1), abs=1e-6)
     assert len(embeddings) == 2 and np.linalg.norm(embeddings.video, axis=1) == pytest.approx(1, abs=1e-6)
@@ -104,7 +104,7 @@ def test_embeddings_that_are_no_numbers_are_not_scored() -> None:
 
 
 def test_what_a_batch_lends_is_copied() -> None:
-    """The loader's buffers are used again."""
+    """The loader reuses its buffers."""
 
     def lend_batches() -> Iterator[LoadedBatch]:
         batch = load_batch([0, 1])

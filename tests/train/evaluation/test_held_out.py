@@ -1,4 +1,4 @@
-"""What limits the metrics of held-out clips is said wherever they are shown: how few they are, and look-alikes."""
+"""Limits of metrics on held-out clips are shown with the metrics: few clips, and look-alikes in the training split."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def test_many_clips_that_look_like_no_others_need_no_caution() -> None:
 
 @pytest.fixture(scope="module")
 def scored_data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny data with scores: of the two chunks in which held-out clips begin, one looks like one of train."""
+    """The tiny data with scores; one of the two chunks in which held-out clips start looks like a chunk of train."""
     scored = shutil.copytree(data_dir, tmp_path_factory.mktemp("scored") / "data")
     hashes = {
         f"{video}_{start:09d}": phash(10 * number + start) for number, video in enumerate("abc") for start in (0,)
@@ -80,7 +80,7 @@ def test_what_was_not_trained_on_is_not_called_a_copy_of_it(
         capsys.readouterr()
         assert train("eval", "retrieval", run, *more, "--json") == 0
         assert json.loads(capsys.readouterr().out)["held_out"]["num_alike"] is None
-    # The clips that are evaluated are looked at, not the whole split.
+    # Only the evaluated clips are checked, not the complete split.
     assert train("eval", "retrieval", run, "--where", "not duplicate", "--json") == 0
     held_out = json.loads(capsys.readouterr().out)["held_out"]
     assert held_out == {

@@ -1,4 +1,4 @@
-"""The evaluation in the loop: on a real data folder, by one rank and by two."""
+"""The evaluation in the loop on a real data folder, with one rank and with two."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,10 @@ def task_of(chosen: DualEncoderSettings) -> DualEncoderTask:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three videos to train on and one held out, no two pictures alike: among equal clips rounding decides the rank."""
+    """Three videos for training and one held-out video, without equal frames.
+
+    Among equal clips, rounding would decide the rank.
+    """
     data_dir = tmp_path_factory.mktemp("unlike")
     splits = {"a": "train", "b": "train", "c": "train", "d": "val"}
     chunks = {

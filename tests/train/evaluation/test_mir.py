@@ -1,4 +1,4 @@
-"""Multi-instance retrieval beside a naive implementation that is written from the definition, query by query."""
+"""Multi-instance retrieval compared with a naive implementation of the definition, query by query."""
 
 import math
 
@@ -29,7 +29,7 @@ def naive_ndcg(ranked: list[float]) -> float:
 
 
 def naive(similarity: NDArray[np.float64], relevancy: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean AP and mean nDCG over the rows that have one."""
+    """Return the mean AP and mean nDCG over the rows that have a value."""
     aps, gains = [], []
     for scores, degrees in zip(similarity.tolist(), relevancy.tolist(), strict=True):
         ranked = [degree for _, degree in sorted(zip(scores, degrees, strict=True), key=lambda pair: -pair[0])]
@@ -40,15 +40,15 @@ def naive(similarity: NDArray[np.float64], relevancy: NDArray[np.float64]) -> tu
 
 def table(rng: np.random.Generator, *shape: int) -> tuple[NDArray[np.float64], Relevancy]:
     relevancy = rng.choice(FEW, shape)
-    relevancy[0], relevancy[:, 1] = 0, 0  # queries without anything relevant
-    relevancy[2] = np.minimum(relevancy[2], 0.75)  # and one without full relevancy
+    relevancy[0], relevancy[:, 1] = 0, 0  # queries without a relevant item
+    relevancy[2] = np.minimum(relevancy[2], 0.75)  # and a query without a fully relevant item
     return relevancy, compress_matrix(relevancy)
 
 
 def test_the_ranking_of_the_definition() -> None:
     assert average_precision(np.array([[0.5, 1.0, 0.0, 1.0]])).tolist() == [0.6875]
     assert average_precision(np.array([[1.0, 0.0, 1.0, 0.0]])).tolist() == [(1 + 2 / 3) / 2]
-    # Two relevant items: the gain counts up to rank 2, where the third rank's relevancy is lost.
+    # With two relevant items, the gain counts up to rank 2, so the relevancy at rank 3 is lost.
     expected = 0.5 / (1 + 0.5 / math.log2(3))
     assert ndcg(np.array([[0.5, 0.0, 1.0]]))[0] == pytest.approx(expected, abs=1e-15)
 

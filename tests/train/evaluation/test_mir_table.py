@@ -13,13 +13,14 @@ from clipmill.train.evaluation.tables import table_of
 from clipmill.train.tasks.dual_encoder.egocentric import MirTable, open_mir_table
 from clipmill.train.tasks.dual_encoder.spec import MIR
 
-# Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
+# Text, verb and nouns of the test split, in the order of the annotation file. The fourth row shares a span with the
+# third.
 ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [
     ("a", 0.0, "take plate", 0, [1]),
     ("a", 2.0, "wash plate and cup", 2, [1, 4]),
     ("a", 4.0, "take cup", 0, [4]),
     ("a", 4.0, "grab cup", 0, [4]),
-    ("b", 0.0, "take plate", 0, [1, 7]),  # the same words, with other classes
+    ("b", 0.0, "take plate", 0, [1, 7]),  # the same text with different classes
     ("b", 2.0, "open tap", 3, [9]),
 ]
 SENTENCES = ["take plate", "wash plate and cup", "take cup", "grab cup", "open tap"]
@@ -66,7 +67,7 @@ def videos(splits: dict[str, str]) -> pa.Table:
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captions of another split come before, and those of another dataset, without classes, behind."""
+    """Data folder with captions of a different split first, and of a dataset without classes last."""
     data_dir = tmp_path_factory.mktemp("kitchen")
     rows = [("t", 0.0, "take plate", 0, [1]), *ROWS]
     write_manifest(data_dir, "epic", videos({"t": "train", "a": "test", "b": "test"}), table(rows, has_labels=True))
@@ -215,7 +216,7 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
     results = table_of(MIR.table, result)
     assert results.title == f"Multi-instance retrieval (EK-100 MIR, {which}) (incomplete)"
     of_file = "" if which == "computed relevancy" else f", {which}"
-    assert results.rows[results.headline].label == f"average{of_file} (incomplete)"  # of its tile
+    assert results.rows[results.headline].label == f"average{of_file} (incomplete)"  # the label of its tile
     assert results.rows[1].detail == "8 queries, 8 to rank" and results.rows[1].label == "text → video (incomplete)"
     assert "relevancy" not in results.protocol["relevancy"] and results.protocol["incomplete"] == "8 of 15 clips scored"
 
@@ -223,5 +224,5 @@ def test_results_name_their_relevancy_and_count_queries_that_have_a_score(releva
 def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
     """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
     mir = open_mir(kitchen)
-    rows, place = mir.find_rows(np.array([6, 3, 7, 1]))  # 7 is of the other dataset
+    rows, place = mir.find_rows(np.array([6, 3, 7, 1]))  # 7 belongs to the other dataset
     assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]

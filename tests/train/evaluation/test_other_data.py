@@ -1,4 +1,4 @@
-"""`--evaluate.shards`: evaluations in the loop of every task on other data folders than the training's, by name."""
+"""`--evaluate.shards`: evaluations of every task in the loop on named data folders other than the training data."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More videos than the training's data has."""
+    """Data folder with more videos than the training data."""
     data_dir = tmp_path_factory.mktemp("data") / "other"
     data_dir.mkdir()
     write_moving(data_dir, num_videos=16)
@@ -81,11 +81,11 @@ def test_the_loop_finds_on_other_data_what_the_command_finds(
         result = json.loads(capsys.readouterr().out)
         assert line[f"{name}/{number}"] == pytest.approx(value(result), rel=1e-5), name
     data, facts = (RunFolder(out).read_facts()[name] for name in ("data", "evaluations"))
-    assert "where begin_s < 1: 6 of 12 chunks " in data and "selected" in printed, "of training data alone"
+    assert "where begin_s < 1: 6 of 12 chunks " in data and "selected" in printed, "--where selects only training data"
     assert not any("where" in fact["data"] for fact in facts.values())
     assert facts["far"]["shards"] == str(other.resolve()) and not facts["far"]["is_own_data"]
     assert facts["moving"]["is_own_data"] and facts["moving"]["split"] == "val"
-    assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # four clips of every fourth video
+    assert "16" in facts["far"]["data"] and "8" in facts["moving"]["data"]  # every fourth video has four clips
     page = RunFolder(out).page.read_text()
     assert "(far)</h3>" in page and f"far: split “val” of {other}" in page
 
@@ -95,7 +95,7 @@ def test_settings_of_a_file_name_several(moving: Path, other: Path, tmp_path: Pa
         f"evaluate:\n  every: 2\n  shards: [far={other}, 'near={moving}@train:mir']\n"
     )
     words = [*TASKS["dual-encoder"].split(), "--config", tmp_path / "evaluate.yaml"]
-    assert train("dual-encoder", "--shards", moving, *words, "--out", tmp_path / "run") == 2  # no nouns: mir is refused
+    assert train("dual-encoder", "--shards", moving, *words, "--out", tmp_path / "run") == 2  # mir needs nouns
     (tmp_path / "evaluate.yaml").write_text(
         f"evaluate:\n  every: 2\n  label: verb\n  shards: [far={other}, 'near={moving}@train:zero-shot']\n"
     )
@@ -197,7 +197,7 @@ def test_a_protocol_of_a_whole_test_set_is_not_computed_on_a_part(
 def test_the_protocol_stands_beside_the_numbers_of_the_loop(
     other: Path, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also that settings of the training's captions are not for other data, which do not have these sources."""
+    """Caption settings of the training data are not used for other data, which do not have these sources."""
     table = read_captions(moving).drop(["caption_id", "source"])
     sources = pa.array(["narrator"] * len(table)).dictionary_encode()
     videos = read_videos(moving).select(["video_id", "source_id", "path", "split"])

@@ -1,4 +1,4 @@
-"""Named protocols of text-video retrieval: against ranks by their definitions, and on data that do not fit."""
+"""Named protocols of text-video retrieval, compared with ranks by definition, and on data that do not fit."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ Captions = list[Caption]
 
 
 def folder_of(path: Path, captions: Captions, *, videos: Sequence[str] = VIDEOS) -> Path:
-    """A data folder with a test split of videos of 40, 43, ... frames."""
+    """Write a data folder with a test split of videos with 40, 43, ... frames."""
     chunks = [chunk for number, name in enumerate(videos) for chunk in chunks_of(name, 40 + 3 * number)]
     write_shard(path, 0, chunks, split="test")
     write_captions(path, dict.fromkeys(videos, "test"), captions)
@@ -51,7 +51,7 @@ def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two sentences a video, written in the order of time for every second video only."""
+    """Data with two sentences per video, which only every second video stores in the order of time."""
     captions: Captions = []
     for number, name in enumerate(VIDEOS):
         both = [Caption(name, 0.2, 1.0, f"first {number}"), Caption(name, 1.5, 3.0, f"then {number * number}")]
@@ -61,14 +61,17 @@ def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vatex(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten captions a video; the last one is the same for all."""
+    """Data with ten captions per video; the last one is the same for all videos."""
     texts = [[f"{what} of {name}" for what in "abcdefghi"] + ["a video"] for name in VIDEOS]
     captions = [Caption(name, *WHOLE, text) for name, its in zip(VIDEOS, texts, strict=True) for text in its]
     return folder_of(tmp_path_factory.mktemp("vatex"), captions)
 
 
 def clip4clip(similarity_TV: NDArray[Any], video_of_text: Sequence[int]) -> dict[str, NDArray[np.int64]]:
-    """Ranks from 0 by the definitions: each text among videos, each video among texts by its best own one."""
+    """Return ranks from 0 by definition.
+
+    Each text is ranked among the videos, and each video among the texts by the best of its own texts.
+    """
     num_texts, num_videos = similarity_TV.shape
     of_text = np.array(
         [
@@ -84,7 +87,7 @@ def clip4clip(similarity_TV: NDArray[Any], video_of_text: Sequence[int]) -> dict
 
 
 def camoe(similarity_QG: NDArray[Any], temperature: float) -> NDArray[Any]:
-    """sim * softmax(sim / temperature, dim=0), queries in rows."""
+    """Return sim * softmax(sim / temperature, dim=0), with queries as rows."""
     scores = torch.from_numpy(similarity_QG).double()
     return (scores * torch.softmax(scores / temperature, dim=0)).numpy()
 
@@ -112,13 +115,13 @@ def embeddings(num_videos: int, *, ids: NDArray[np.int64], seed: int = 0) -> Emb
     video, text = (rng.normal(size=(num_videos, 16)).astype(np.float32) for _ in range(2))
     text += video
     unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (video, text)]
-    # The first two have the same tokens, but belong to different videos.
+    # The first two pairs have the same tokens but belong to different videos.
     key = np.r_[0, 0, np.arange(2, num_videos)].astype(np.int64)
     return Embeddings(unit[0], unit[1], key, ids, np.arange(num_videos))
 
 
 def no_texts(_: Sequence[str]) -> NDArray[np.float32]:
-    raise AssertionError("the texts of the samples were embedded with them")
+    raise AssertionError("the texts of the samples are already embedded")
 
 
 def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
@@ -129,7 +132,7 @@ def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
     same(result, clip4clip(similarity, range(1000)))
     assert result["text_to_video"]["num_queries"] == 1000 and result["incomplete"] == ""
     assert "1 text equal to an earlier text" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
-    # The plain protocol takes equal texts for one.
+    # The default protocol treats equal texts as one.
     assert RetrievalScorer().score(embedded, no_texts)["text_to_video"]["num_queries"] == 999
     dual = result["dual_softmax"]
     same(
@@ -206,13 +209,13 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     samples = opened_run.task.samples("test", World())
     embedded = embed_all(opened_run.task, model, samples.evaluation_batches(), device=torch.device("cpu"))
     names = [samples.text(int(sample)).split()[-1] for sample in embedded.samples]
-    # "a video" is left out of the comparison: it is every video's, and ties count against the model.
+    # The comparison omits "a video", which is a caption of every video: ties count against the model.
     texts = [(video, f"{what} of {name}") for video, name in enumerate(names) for what in "abcdefghi"]
     tokens = np.stack([load_tokenizer()(text) for _, text in texts])
     similarity = model.embed_text(torch.from_numpy(tokens)).detach().numpy() @ embedded.video.T  # type: ignore[operator]
     rank = clip4clip(similarity, [video for video, _ in texts])["text_to_video"]
     common = similarity.shape[1] * float(result["text_to_video"]["recall"]["5"]) * 10 - (rank < 5).sum()  # type: ignore[index]
-    assert common == pytest.approx(5)  # of six videos, a text that is everyone's finds five among the first five
+    assert common == pytest.approx(5)  # among six videos, a text of all videos has five of them in the first five ranks
     assert result["text_to_video"]["num_queries"] == 60 and "6 of 1,500 videos" in str(result["incomplete"])  # type: ignore[index]
     assert train("eval", *words) == 0
     printed = capsys.readouterr().out
@@ -229,7 +232,7 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
     assert printed.index("video → text, vatex (incomplete) ") < printed.index("dual softmax")
     page = RunFolder(run).page.read_text()
     assert "VATEX retrieval (incomplete)" in page and "text → video, vatex (incomplete), dual softmax" in page
-    # The plain result is another file.
+    # The result without a protocol is in a different file.
     assert train("eval", "retrieval", run, "--shards", vatex, "--split", "test") == 0
     assert len([path for path in RunFolder(run).results() if "vatex-test" in path.name]) == 1
 
@@ -251,7 +254,7 @@ def test_a_result_without_the_clips_that_fail_says_so_everywhere(
     assert result["incomplete"] == message and result["title"] == "Text-video retrieval (incomplete)"
     assert f"incomplete: {message}" in printed.out and "text → video (incomplete)" in printed.out
     assert "<h2>Text-video retrieval (incomplete)</h2>" in RunFolder(copy).page.read_text()
-    # Beside what the data lack of a protocol.
+    # The message follows the parts of the protocol that the data lack.
     words = ("--split", "test", "--protocol", "msrvtt-1ka", "--json")
     assert train("eval", "retrieval", copy, "--shards", damaged, *words) == 1
     result = json.loads(capsys.readouterr().out)

@@ -17,7 +17,7 @@ def actions(rng: np.random.Generator, count: int) -> Actions:
 
 
 def naive(clips: Actions, sentences: Actions) -> NDArray[np.float64]:
-    """The definition, pair by pair, with sets."""
+    """Compute the definition pair by pair, with sets."""
     sets = [[set(np.flatnonzero(row)) for row in side.nouns_NK] for side in (clips, sentences)]
     result = np.empty((len(sets[0]), len(sets[1])))
     for n, of_clip in enumerate(sets[0]):
@@ -50,7 +50,7 @@ def test_a_matrix_is_kept_to_the_bit_and_small() -> None:
 
 
 def test_a_matrix_of_the_size_of_the_training_split_takes_little_memory() -> None:
-    """67,217 clips and 15,989 sentences, whose matrix would take 8.6 GB, by way of classes."""
+    """67,217 clips and 15,989 sentences, whose matrix would take 8.6 GB, are computed by class."""
     rng = np.random.default_rng(2)
     kinds = Actions(rng.integers(0, 97, 4000), rng.random((4000, 300)) < 0.005)
     of_clip, of_sentence = rng.integers(0, 4000, 67_217), rng.integers(0, 4000, 15_989)

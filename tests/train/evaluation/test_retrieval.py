@@ -11,7 +11,7 @@ from clipmill.train.tasks.dual_encoder.protocols import distinct_texts, text_key
 
 
 def right(text_of_clip: list[int]) -> NDArray[np.bool_]:
-    """The texts of clips as a table of clips by texts."""
+    """Return a table of clips by texts that marks the text of each clip."""
     return np.array(text_of_clip)[:, None] == np.arange(max(text_of_clip) + 1)
 
 
@@ -24,7 +24,7 @@ def test_ranks_and_recalls_of_a_small_table() -> None:
 
 
 def test_any_clip_with_the_text_is_right() -> None:
-    """Clips 0 and 1 share text 0: finding either is enough, and they do not push each other back."""
+    """Clips 0 and 1 share text 0: one of them suffices as a result, and neither lowers the rank of the other."""
     similarity = np.array([[0.5, 0.9], [0.8, 0.1], [0.7, 0.6]], np.float32)
     scores = score_retrieval(similarity, right([0, 0, 1]))
     assert (scores.text_to_video.num_queries, scores.text_to_video.gallery_size) == (2, 3)
@@ -68,7 +68,7 @@ def test_equal_tokens_are_one_text() -> None:
 @pytest.mark.parametrize(
     ("rank", "chosen"),
     [
-        ([1, 1, 2, 1, 9, 1, 3, 1, 1, 5], [0, 2, 3, 6, 8, 9]),  # three that succeed and three that fail, by turns
+        ([1, 1, 2, 1, 9, 1, 3, 1, 1, 5], [0, 2, 3, 6, 8, 9]),  # alternately three successes and three failures
         ([1] * 4, [0, 1, 2, 3]),
         ([2, 1, 7], [1, 0, 2]),
         ([3] * 11, [0, 2, 4, 6, 8, 10]),
@@ -79,7 +79,7 @@ def test_examples_are_successes_and_failures_by_turns(rank: list[int], chosen: l
 
 
 class Pictured:
-    """Samples without pictures."""
+    """Samples without images."""
 
     def text(self, sample: int) -> str:
         return f"text {sample}"

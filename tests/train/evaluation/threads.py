@@ -1,4 +1,4 @@
-"""Two ranks of one process: what is tested is what they do with an exchange, not the exchange."""
+"""Two ranks in one process, for tests of what ranks do with an exchange, not of the exchange itself."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _BARRIER = threading.Barrier(2, timeout=60)
 
 
 class Threads(World):
-    """A rank whose peer is another thread."""
+    """A rank whose peer is a different thread."""
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         _SHARED[self.rank] = rows
@@ -24,7 +24,7 @@ class Threads(World):
 
 
 def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:
-    """What `work` gives on each rank."""
+    """Return the result of `work` on each rank."""
     _BARRIER.reset()
     results: list[Any] = [None, None]
 

@@ -1,4 +1,4 @@
-"""Tars of images as img2dataset writes them, whose pictures tell them apart."""
+"""Tars of images as img2dataset writes them, with images that can be told apart."""
 
 import io
 import json
@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-Files = Mapping[str, bytes]  # of a sample, by extension
+Files = Mapping[str, bytes]  # files of a sample by extension
 COLOURS = ("red", "green", "blue")
 
 
 def picture(number: int, *, width: int = 40, height: int = 30) -> NDArray[np.uint8]:
-    """RGB [H, W, 3]: a smooth pattern of its own in the colour `number % 3`."""
+    """Return an RGB image [H, W, 3] with an individual smooth pattern in the colour `number % 3`."""
     rng = np.random.default_rng(number)
     coarse = rng.integers(0, 60, (3, 4, 3)).astype(np.uint8)
     coarse[..., number % 3] += 180
@@ -24,7 +24,7 @@ def picture(number: int, *, width: int = 40, height: int = 30) -> NDArray[np.uin
 
 
 def encode_image(pixels: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    """A file of an image, by Pillow."""
+    """Encode an image file with Pillow."""
     content = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(content, kind, **options)
@@ -32,7 +32,10 @@ def encode_image(pixels: NDArray[np.uint8] | Image.Image, kind: str = "JPEG", **
 
 
 def sample(number: int) -> Files:
-    """An image in one of three formats, its caption in one of two members, and its colour as its class."""
+    """Return an image sample.
+
+    There are three image formats and two members for the caption; the class is the colour.
+    """
     extension, kind = (("jpg", "JPEG"), ("png", "PNG"), ("webp", "WEBP"))[number // 3 % 3]
     caption = f"a {COLOURS[number % 3]} picture {number}"
     text_members = {"txt": caption.encode()} if number % 2 else {"json": json.dumps({"caption": caption}).encode()}
@@ -40,7 +43,7 @@ def sample(number: int) -> Files:
 
 
 def write_tar(path: Path, samples: Iterable[tuple[str, Files]]) -> Path:
-    """A tar of samples by key."""
+    """Write a tar of samples by key."""
     with tarfile.open(path, "w") as tar:
         for key, files in samples:
             for extension, content in files.items():
@@ -51,7 +54,7 @@ def write_tar(path: Path, samples: Iterable[tuple[str, Files]]) -> Path:
 
 
 def write_tars(folder: Path, *, num_tars: int = 3, num_samples: int = 6) -> str:
-    """Tars of `sample`s that are numbered through, as a pattern."""
+    """Write tars of consecutively numbered `sample`s, and return their pattern."""
     folder.mkdir(parents=True, exist_ok=True)
     for tar in range(num_tars):
         numbers = range(tar * num_samples, (tar + 1) * num_samples)

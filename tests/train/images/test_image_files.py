@@ -1,4 +1,4 @@
-"""Image files as planes: equal to Pillow's decoding, upright, and named where they are not images."""
+"""Image files as planes: equal to Pillow's decoding and upright; files that are not images are reported."""
 
 import io
 import zlib
@@ -34,7 +34,7 @@ FILES = {
 
 
 def luma(content: bytes) -> NDArray[np.float64]:
-    """Luma from 0 to 255, full range, of the decoded file."""
+    """Return luma from 0 to 255 (full range) of the decoded file."""
     frame = decode_image(content)
     plane = np.frombuffer(bytes(frame.planes[0]), np.uint8).reshape(frame.height, -1)[:, : frame.width].astype(float)
     is_full = frame.format.name == "yuvj420p" or frame.color_range == 2
@@ -51,7 +51,7 @@ def pillows_luma(content: bytes) -> NDArray[np.float64]:
 def test_luma_is_that_of_pillow(name: str) -> None:
     luma_read, pillow_luma = luma(FILES[name]), pillows_luma(FILES[name])
     assert luma_read.shape == pillow_luma.shape
-    # Inks are mixed by rounded products in either library.
+    # Both libraries mix inks with rounded products.
     assert np.abs(luma_read - pillow_luma).mean() < (1.5 if name == "jpeg cmyk" else 0.6)
     assert np.abs(luma_read - pillow_luma).max() < 4
 
@@ -101,7 +101,7 @@ def test_what_is_not_a_whole_image_is_named(content: bytes, problem: str) -> Non
 
 
 def test_a_small_file_that_claims_a_huge_image_is_rejected() -> None:
-    """Of 16,383 pixels a side, as the header says."""
+    """The header claims 16,383 x 16,383 pixels."""
     side = 16383
     png, jpeg, webp = (bytearray(FILES[name]) for name in ("png", "jpeg", "webp"))
     png[16:24] = side.to_bytes(4) * 2

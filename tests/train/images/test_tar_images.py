@@ -1,4 +1,4 @@
-"""Images of tars as samples: order, captions, classes, ids, ranks, resumption, repeats, failures, remote tars."""
+"""Images in tars as samples: order, captions, classes, ids, ranks, resumption, repeats, failures, remote tars."""
 
 import gzip
 import json
@@ -103,7 +103,7 @@ def test_a_loader_goes_on_after_its_state_on_another_number_of_ranks(tars: str, 
     begun = open_images(tars)
     take_batches(begun, 3)
     state = begun.state_dict()
-    # Moved tars are the same tars.
+    # Moved tars have the same samples.
     shutil.copytree(Path(tars).parent, tmp_path / "moved")
     ranks = [open_images(tmp_path / "moved" / Path(tars).name, batch=2, rank=rank, num_ranks=2) for rank in range(2)]
     rest = []
@@ -215,7 +215,7 @@ def test_a_tar_that_is_cut_says_so_and_shows_what_came_before(tmp_path: Path) ->
     samples = open_images(tmp_path / "{00000..00001}.tar")
     assert 6 < len(samples) < 12
     assert f"1 tar not read to the end, the first: {tmp_path}/00001.tar: " in samples.describe()
-    # It is cut further after it was indexed.
+    # The tar is truncated further after it was indexed.
     (tmp_path / "00001.tar").write_bytes(content[:2000])
     failed = load_sample(samples, len(samples) - 1)
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable"
@@ -238,7 +238,7 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     (tmp_path / "cut.tar").write_bytes(b"")
     for first in ("empty", "cut"):
         pattern = f"{tmp_path}/{{{first},00000}}.tar"
-        assert names_images(pattern, cache=None, cache_size=None), "the first tar with samples decides"
+        assert names_images(pattern, cache=None, cache_size=None), "the first tar that has samples decides"
     with pytest.raises(UserError, match="no image is usable"):
         open_images(tmp_path / "empty.tar")
 
@@ -270,7 +270,7 @@ def test_remote_images_are_the_local_ones_from_the_cache_and_by_range(
         fetched = server.num_bytes.total()
         expected = take_batches(local, 5)
         assert of_batches(take_batches(remote, 5), "key") == of_batches(expected, "key")
-        assert server.num_bytes.total() == fetched  # from the copies
+        assert server.num_bytes.total() == fetched  # read from the cached copies
         for path in (cache / "objects").iterdir():
             path.unlink()
         remote_batches = take_batches(remote, 5, position=0)
@@ -299,7 +299,7 @@ def test_images_are_mixed_with_the_clips_of_a_data_folder(tars: str, data_dir: P
     assert mixed.num_clips == num_clips + 18 and mixed.num_caption_ids == mixed.first.num_caption_ids + 18
     for loaded_batch in batches:
         is_image = loaded_batch.batch["clip_id"] >= num_clips
-        assert int(is_image.sum()) == 4  # of six, by the weights
+        assert int(is_image.sum()) == 4  # the weights give images four of the six places
         video = loaded_batch.batch["video"]
         assert bool((video[is_image][:, 0] == video[is_image][:, 1]).all())
         keys = np.array(loaded_batch.batch["key"])[is_image.numpy()]

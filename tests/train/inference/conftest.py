@@ -1,4 +1,4 @@
-"""A run of each task on moving squares whose captions have labels, with weights that changed in every tensor."""
+"""Runs of each task on moving squares with labelled captions; every weight tensor has changed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.train.running import train
 
 SMALL = "--model tiny --size-px 32 --num-frames 4 --workers 1 --batch 6 --steps 3 --warmup-steps 1 --lr 1e-3"
 TEMPORAL = "--towers.temporal random"
-# Of what tensors do not show, other values than those that any format has as its default.
+# Values that cannot be read from the tensors differ from the defaults of every format.
 UNUSUAL = "--towers.video-norm-eps 1e-4 --init.pixel-mean 0.42 0.46 0.41 --device cpu"
 FLAGS = {
     "dual-encoder": f"{TEMPORAL} --towers.activation quick_gelu --sampling stride --stride 2 --optimizer.ema 0.5",
@@ -51,7 +51,7 @@ def runs(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 @pytest.fixture(scope="module")
 def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Every format of every run."""
+    """Exports of every run in every format."""
     folder = tmp_path_factory.mktemp("exports")
     for task, form in FORMATS:
         assert train("export", runs[task], "--format", form, "--out", folder / task / form) == 0

@@ -1,4 +1,4 @@
-"""What is no whole model, of another task, or damaged is named before anything is computed."""
+"""Incomplete models, models of a different task, and damaged models are reported before anything is computed."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from tests.train.running import train
 
 
 def error_and_hint(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
-    """Error and hint of a command that exits with 2."""
+    """Return the error and the hint of a command that exits with 2."""
     capsys.readouterr()
     assert train(*arguments) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
@@ -61,7 +61,7 @@ def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(
     )
     error, hint = error_and_hint(capsys, "eval", "reconstruction", bare, "--shards", moving)
     assert "has no decoder, which this evaluation needs" in error and "train eval probe" in hint
-    shown = ("--num-frames", 4, "--size-px", 32)  # in place of the 16 and 224 that such a file is for
+    shown = ("--num-frames", 4, "--size-px", 32)  # replaces the defaults of 16 and 224 for such a file
     assert train("eval", "probe", bare, "--shards", moving, "--label", "verb", "--neighbours", 5, *shown) == 0
     tower = load_model(bare)
     assert tower.model.video.ln_post is None and "encoder" not in tower.description  # type: ignore[union-attr]
@@ -238,7 +238,7 @@ def test_a_damaged_line_is_found_before_anything_is_computed(
         file.write("{half\n")
 
     def fail_to_open(*_: object, **__: object) -> None:
-        raise AssertionError("the weights were opened")
+        raise AssertionError("the weights must not be opened")
 
     monkeypatch.setattr(opening, "open_for", fail_to_open)
     error, hint = error_and_hint(capsys, "eval", "retrieval", run.path)

@@ -1,4 +1,4 @@
-"""`load_model`: embeddings of clips and texts, features of other towers, identities, and what it refuses."""
+"""`load_model`: embeddings of clips and texts, features of other towers, identities, and rejected input."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.train.running import train
 
 
 def frames(num_clips: int = 2, *, num_frames: int = 4, height: int = 32, width: int = 32) -> np.ndarray:
-    """uint8 RGB clips."""
+    """Return random clips, uint8 RGB."""
     shape = (num_clips, num_frames, height, width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 

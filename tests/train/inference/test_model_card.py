@@ -16,7 +16,7 @@ from tests.train.running import train
 
 @pytest.fixture(scope="module")
 def evaluated_run(runs: dict[str, Path], moving: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An evaluated run, and its export for open_clip."""
+    """An evaluated run and its export for open_clip."""
     run, out = tmp_path_factory.mktemp("carded") / "a_run|", tmp_path_factory.mktemp("out") / "exported"
     shutil.copytree(runs["dual-encoder"], run)
     assert train("eval", "retrieval", run, "--shards", moving) == 0
@@ -51,7 +51,7 @@ def test_the_image_model_has_the_metrics_that_were_measured_with_single_frames(
         "train",
     }
     assert len({(metric.task_name, metric.dataset_name) for metric in card.data.eval_results}) == 3
-    # What open_clip reads of the folder, and nothing else, has these metrics.
+    # The card contains the metrics of the model that open_clip reads from the folder, and no other metrics.
     shutil.rmtree(out / "clipmill")
     (out / "video_extras.safetensors").unlink()
     capsys.readouterr()
@@ -82,7 +82,7 @@ def test_models_that_compute_what_their_run_does_have_its_metrics_as_the_hub_rea
         if (finding_of["encoder"], finding_of["method"]) == ("trained", "knn")
     )
     assert metric_values["probe-val, verb, k-NN: top-1"] == pytest.approx(100 * trained["found"]["top1"], abs=0.01)
-    assert "random" in card.text and not any("random" in name for name in metric_values), "another model's"
+    assert "random" in card.text and not any("random" in name for name in metric_values), "written by another model"
     assert "*majority baseline*" in card.text
 
 
@@ -92,7 +92,7 @@ def test_the_card_states_protocol_chance_and_limits_and_no_path_of_this_machine(
     text = (evaluated_run[1] / "README.md").read_text()
     assert "*chance*" in text and "ties count against the model" in text
     assert "temporal embedding of 4 steps has no place in an image tower" in text
-    assert "# a\\_run\\|\n" in text, "names are not markup"
+    assert "# a\\_run\\|\n" in text, "names must not become markup"
     assert str(evaluated_run[0].parent) not in text and "/tmp/" not in text
 
 
@@ -112,7 +112,7 @@ def test_the_code_of_the_card_opens_the_weights(
 def test_results_of_other_checkpoints_are_left_out(runs: dict[str, Path], moving: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["mae"], run)
-    shutil.rmtree(run / "evaluations", ignore_errors=True)  # of other tests
+    shutil.rmtree(run / "evaluations", ignore_errors=True)  # written by other tests
     assert train("eval", "reconstruction", run, "--shards", moving) == 0
     path = run / "evaluations" / "reconstruction-val.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 2}))

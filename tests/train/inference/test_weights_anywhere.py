@@ -1,4 +1,4 @@
-"""`train eval`, `export` and `caption-video` take runs, exported folders, files of other projects and tags alike."""
+"""`train eval`, `export` and `caption-video` accept runs, exported folders, files from other projects, and tags."""
 
 import json
 import shutil
@@ -32,13 +32,13 @@ from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.running import train
 from tests.train.weights.small import open_clip_model, our_model
 
-# What differs between results of one and the same model: names of the weights, not what they compute.
+# These fields differ between results of the same model, because they identify the weights.
 OF_THE_NAME = {"source", "shards", "is_own_data", "step", "weights", "command", "all_said"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_regularisations() -> Iterator[None]:
-    """Two of those that a probe chooses from, which converge in a few steps; weaker ones take hundreds."""
+    """Limit probes to two regularizations that converge in a few steps; weaker ones take hundreds of steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
         yield
@@ -52,7 +52,7 @@ def score(capsys: pytest.CaptureFixture[str], kind: str, weights: object, *flags
 
 
 def same(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without the names of the weights."""
+    """Return a result without the fields that identify the weights."""
     return {name: value for name, value in result.items() if name not in OF_THE_NAME}
 
 
@@ -67,7 +67,7 @@ def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
     forms = [form for name, form in FORMATS if name == task]
     for number, (kind, *flags) in enumerate(EVALUATIONS[task]):
         run_result = score(capsys, kind, runs[task], *flags)
-        # The first evaluation of all formats; the others of one each, since all have the identity of their run.
+        # Only the first evaluation is run for all formats, because all exports have the identity of their run.
         for form in forms if number == 0 else [forms[number % len(forms)]]:
             its = score(capsys, kind, exports[task, form], "--shards", moving, *flags)
             assert same(its) == same(run_result), (kind, form)
@@ -113,7 +113,7 @@ def test_a_run_of_4_frames_is_scored_with_16_in_one_command(
     assert "--num-frames 16" in results["retrieval-val-16-frames"]["command"]
     page = RunFolder(run).page.read_text()
     assert "unlike in training" in page and page.index("(val)</span>") < page.index("(val); num frames 16</span>")
-    # What the training had is no override.
+    # Values that training used are not overrides.
     assert "overrides" not in score(capsys, "retrieval", run, "--num-frames", 4)["overrides"]
     assert len(RunFolder(run).results()) == 2
     for flags, name in ((("--sampling", "uniform"), "uniform"), (("--size-px", 48), "48px")):
@@ -182,7 +182,10 @@ def test_results_of_other_weights_are_written_where_the_user_says(
 
 
 def foreign(exports: dict[tuple[str, str], Path], task: str, form: str, folder: Path) -> Path:
-    """An export without the record of its run and what an image tower lacks: as another program would have saved it."""
+    """Copy an export without the record of its run and without the extra weights of an image tower.
+
+    A different program would have saved such a folder.
+    """
     shutil.copytree(exports[task, form], folder)
     shutil.rmtree(folder / "clipmill")
     (folder / "video_extras.safetensors").unlink(missing_ok=True)
@@ -198,7 +201,7 @@ def test_folders_of_other_programs_are_read_by_their_configuration(
         folder = foreign(exports, task, form, tmp_path / str(number))
         kind, *flags = EVALUATIONS[task][0]
         if task == "classify":
-            # config.json names the classes, and no label: clips that have a `class`.
+            # config.json lists the classes but no label, so the clips have a `class`.
             assert train("eval", kind, folder, "--shards", moving, *flags) == 2
             assert "class" in capsys.readouterr().err
             kind, *flags = EVALUATIONS[task][1]
@@ -234,7 +237,7 @@ LAVILA_PARTS = {
 
 
 def rename_tensors(model: nn.Module, roots: dict[str, str], parts: dict[str, str]) -> dict[str, torch.Tensor]:
-    """A model's tensors under the names of another project."""
+    """Rename the tensors of a model to the names of a different project."""
     state = {}
     for name, tensor in model.state_dict().items():
         root = next(root for root in roots if name == root or name.startswith(f"{root}."))
@@ -262,7 +265,7 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
     size = size_of("tiny", Towers())
     size = replace(
         size,
-        # Of heads of 64, which these projects' models have and no tensor says.
+        # The models of these projects have heads of width 64, which cannot be read from the tensors.
         video=replace(size.video, is_divided=is_divided, trunk=replace(size.video.trunk, num_heads=2)),
         text=replace(size.text, trunk=replace(size.text.trunk, num_heads=2)),
     )
@@ -289,7 +292,7 @@ def test_a_file_of_avion_or_lavila_is_scored_and_embedded_as_its_model(
 def test_a_tag_of_open_clip_is_its_model(
     moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From open_clip's own cache, in the layout that it has there."""
+    """The model is read from open_clip's cache, in the layout of that cache."""
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     vision = {"image_size": 48, "layers": 2, "width": 96, "head_width": 24, "patch_size": 24}
     theirs = open_clip_model("small-clip", tmp_path, text_cfg=text, vision_cfg=vision, quick_gelu=True)

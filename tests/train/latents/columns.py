@@ -1,4 +1,4 @@
-"""A data folder of latents and text embeddings that a run on two columns learns in seconds."""
+"""Data folder of latents and text embeddings that a run on two columns can learn within seconds."""
 
 import hashlib
 from pathlib import Path
@@ -19,7 +19,7 @@ def generator(text: str) -> np.random.Generator:
 
 
 def pattern_and_noise(chunk: Chunk) -> NDArray[np.float16]:
-    """Each video has a pattern of its own, and every frame noise."""
+    """Return frames that combine the pattern of a video with noise."""
     pattern = generator(chunk.video_id).standard_normal(chunk.frame)
     noise = generator(chunk.key).standard_normal((chunk.num_frames, *chunk.frame))
     values: NDArray[np.float16] = (pattern + 0.5 * noise).astype(np.float16)
@@ -33,7 +33,7 @@ def unit_vector(text: str) -> NDArray[np.float16]:
 
 
 def write_columns(folder: Path) -> Path:
-    """Eight videos of two chunks, each with its own caption; the same in train and val."""
+    """Write eight videos of two chunks, each with its own caption, in train and again in val."""
     written = Written(folder)
     videos = {f"{split}{number}": split for split in ("train", "val") for number in range(8)}
     chunks = [[Chunk(name, start, 24, frame=FRAME) for start in (0, 6000)] for name in videos]
@@ -42,7 +42,7 @@ def write_columns(folder: Path) -> Path:
         for name in videos
     ]
     write_captions(written.data_dir, videos, captions)
-    # A video of val has the pattern of the video of train with the same number.
+    # A video of val has the pattern of the train video with the same number.
     write_latents(written, chunks, values=lambda chunk: pattern_and_noise(_as_train(chunk)))
     write_text(written, captions, width=WIDTH, embed=unit_vector)
     return written.data_dir

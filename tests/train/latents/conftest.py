@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
-# At 4 frames a second: full chunks of 15 s, a tail of 2 s, and a video that is shorter than a segment.
+# At 4 frames per second: full chunks of 15 s, a last chunk of 2 s, and a video that is shorter than a segment.
 SHARDS = [
     [Chunk("a", 0, 60), Chunk("a", 15000, 60), Chunk("a", 30000, 28), Chunk("b", 0, 60)],
     [Chunk("c", 15000, 40), Chunk("d", 0, 12)],
@@ -28,11 +28,11 @@ WITHOUT_EMBEDDING = frozenset({9})
 
 @pytest.fixture(scope="session")
 def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Five videos; everything about them that a loader could get wrong."""
+    """Five videos that cover everything that a loader could get wrong."""
     return write_all(tmp_path_factory.mktemp("latents"), SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)
 
 
 @pytest.fixture
 def data_copy(tmp_path: Path) -> Written:
-    """The same, for a test that damages it."""
+    """Copy of `written_data` for a test that damages it."""
     return write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING)

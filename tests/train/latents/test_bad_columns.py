@@ -1,4 +1,4 @@
-"""Columns that are damaged, missing, or of different datasets: named when the set is opened, never a crash."""
+"""Damaged or missing columns, and columns of different datasets: opening the set reports them and does not crash."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def test_an_index_of_another_tar_never_leads_beyond_the_end(data_copy: Written) 
     shutil.copy(first.index_path, other.index_path)
     with pytest.raises(UserError, match="its content differs from the commit"):
         open_segments(data_copy.data_dir, captions="none")
-    # A commit that vouches for it all the same.
+    # The commit record has a matching checksum.
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
     write_commit(data_copy.latents_dir, replace(other.commit, files=files))
@@ -139,7 +139,7 @@ def test_text_of_another_data_set_is_named(data_copy: Written, tmp_path: Path) -
 
 
 def test_text_whose_captions_are_of_other_videos_is_named(data_copy: Written, tmp_path: Path) -> None:
-    # The same ids in another order: what a manifest made anew, in another folder, would give them.
+    # The same ids are in a different order, as in a manifest that is built again in a different folder.
     other = write_all(tmp_path / "other", SHARDS, CAPTIONS[::-1], without=WITHOUT_EMBEDDING)
     shutil.rmtree(data_copy.text_dir)
     shutil.copytree(other.text_dir, data_copy.text_dir)

@@ -32,7 +32,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def segments_of(written: Written, *, num_frames: int = T) -> dict[tuple[str, int], np.ndarray]:
-    """Bits of every full segment, by key and number, in the order of videos and time."""
+    """Return the bits of every full segment, by key and number, in the order of videos and time."""
     return {
         (key, number): latents[number * num_frames : (number + 1) * num_frames]
         for key, latents in sorted(written.latents.items(), key=lambda item: split_key(item[0]))
@@ -57,7 +57,7 @@ def test_every_segment_comes_as_it_was_written(written_data: Written, batch: int
 
 
 def overlapping(key: str, number: int, *, seconds: float = 5.0) -> list[int]:
-    """Ids of the embedded captions of a segment, by the definition."""
+    """Return the ids of the embedded captions of a segment, by definition."""
     video_id, start_ms = split_key(key)
     begin = start_ms / 1000 + number * seconds
     return [
@@ -195,7 +195,7 @@ def test_a_video_has_at_most_so_many_segments_evenly_over_it(written_data: Writt
     for video in set(videos.tolist()):
         first, count = int(np.flatnonzero(videos == video)[0]), int((videos == video).sum())
         parts = [(row - first) * min(most, count) // count for row in kept if videos[row] == video]
-        assert parts == list(range(min(most, count))), "one in each of equal parts of the video"
+        assert parts == list(range(min(most, count))), "one segment in each equal part of the video"
     assert batch["clip_id"].tolist() == list(range(len(kept)))
     if captions == "stored":
         assert batch["caption_id"].tolist() == every["caption_id"][kept].tolist()

@@ -20,7 +20,7 @@ def test_a_batch_is_valid_until_two_further_ones_were_taken(written_data: Writte
         for valid, right in zip(taken[-2:], kept_batches[: number + 1][-2:], strict=True):
             assert torch.equal(valid["latents"], right["latents"]) and torch.equal(valid["text"], right["text"])
     assert len({batch["latents"].data_ptr() for batch in taken}) == 2
-    # Everything but what lies in the ring is never overwritten.
+    # Only the tensors of the ring may be overwritten.
     for batch, right in zip(taken, kept_batches, strict=True):
         assert torch.equal(batch["position"], right["position"]) and batch["key"] == right["key"]
         assert torch.equal(batch["caption_id"], right["caption_id"])

@@ -1,4 +1,4 @@
-"""Bytes that changed after they were written: named, counted, budgeted, and nothing shown in their place in silence."""
+"""Bytes that change after they are written: failures are reported, counted and budgeted, and nothing replaces them."""
 
 import faulthandler
 import os
@@ -21,7 +21,7 @@ from tests.train.latents.written import Caption, Chunk, Written, write_all
 
 
 def flip(data_dir: Path, *, column: str, key: str) -> None:
-    """Changes one byte of the array of a sample."""
+    """Change one byte in the array of a sample."""
     shard, row = Variant.open(data_dir, column=column).find(key)
     offset, size = shard.member_range(row, f"{column}.npy")
     with shard.tar_path.open("r+b") as file:
@@ -41,7 +41,7 @@ def positions(batches: list[LoadedBatch]) -> list[int]:
 
 @pytest.mark.parametrize("batch", [1, 4, 5])
 def test_the_second_time_everything_comes_as_the_first_time(written_data: Written, batch: int) -> None:
-    """All is known to be good by then; the last batch of an evaluation is smaller."""
+    """By the second epoch, all bytes are known to be good. The last batch of an evaluation is smaller."""
     checked = loader(written_data, batch=batch)
     first, second = (list(checked.evaluation_batches()) for _ in range(2))
     assert [loaded.cursor for loaded in second] == [loaded.cursor for loaded in first]
@@ -68,7 +68,7 @@ def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(
 
 
 def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) -> None:
-    """Their indexes, and what is in each at which place, agree in everything but the bytes."""
+    """The indexes of both tars, including every offset, differ only in the checksums."""
     chunks = [[Chunk("a", 0, 60)], [Chunk("b", 0, 60)]]
     swapped_data = write_all(tmp_path / "data", chunks, [Caption("a", 0, 15, "one"), Caption("b", 0, 15, "other")])
     first_tar, other = (shard.tar_path for shard in Variant.open(swapped_data.data_dir, column="latents").shards())
@@ -87,7 +87,7 @@ def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) ->
 
 
 def test_a_record_is_compared_at_its_first_visit_only(written_data: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []  # appended to at once; threads that add to a number may overwrite each other's sum
+    compared: list[int] = []  # a list, because threads that increment a number may lose updates
 
     def count_checksum(content: memoryview) -> int:
         compared.append(len(content))
@@ -95,14 +95,14 @@ def test_a_record_is_compared_at_its_first_visit_only(written_data: Written, mon
 
     monkeypatch.setattr("clipmill.train.data.mapped_tars.zlib.crc32", count_checksum)
     running = loader(written_data)
-    compared.clear()  # of captions, which are compared when they are opened
+    compared.clear()  # captions are checked when they are opened
     batches = running.batches()
     for loaded in batches:
         if loaded.cursor.position >= 2 * len(running):
             break
     chunks = {key for loaded in running.evaluation_batches() for key in loaded.batch["key"]}
     num_first = len(compared)
-    # The chunks that are shown, and the embeddings of their videos.
+    # The chunks that are shown, and the text embeddings of their videos.
     assert num_first == len(chunks) + len({split_key(key)[0] for key in chunks})
     for loaded in batches:
         if loaded.cursor.position >= 5 * len(running):
@@ -113,7 +113,7 @@ def test_a_record_is_compared_at_its_first_visit_only(written_data: Written, mon
 
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(data_copy: Written, is_mapped: bool) -> None:
-    """Touching its pages would end the process."""
+    """Accessing its mapped pages would kill the process."""
     running, keys = loader(data_copy, captions="none"), {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
     if is_mapped:
         assert len(list(running.outcomes([0]))) == 1
@@ -133,7 +133,7 @@ def test_a_tar_that_is_cut_short_after_it_was_verified_ends_the_process_with_its
     tar = Variant.open(data_copy.data_dir, column="latents").shards()[0].tar_path
 
     def run() -> None:
-        # Of pytest, or enabled by another test after this process began to report what became unreadable.
+        # pytest, or a test that ran after this process began to report unreadable files, may have enabled these.
         faulthandler.disable()
         mapped_files._previous_action = None
         list(running.evaluation_batches())

@@ -1,4 +1,4 @@
-"""Ranks, batch sizes and resuming: every sample of an epoch exactly once, whatever they are."""
+"""Ranks, batch sizes and resuming: every sample occurs exactly once per epoch."""
 
 from typing import Any
 

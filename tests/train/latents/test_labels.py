@@ -1,4 +1,4 @@
-"""Which labels segments of latents have."""
+"""Labels of latent segments."""
 
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,17 @@ def caption(video_id: str, begin_s: float, end_s: float, motion: str | None, sha
     return Caption(video_id, begin_s, end_s, "x", labels={"label_motion": motion, "label_shape": shape})
 
 
-# Segments of 5 s at 4 frames a second: a has three and three, b has three.
+# With segments of 5 s at 4 frames per second, a has three segments in each of two chunks, and b has three.
 CAPTIONS = [
     caption("a", 0.0, 3.0, "rises", "disc"),
     caption("a", 3.0, 5.0, "falls", "star"),  # the shorter part of the segment
-    caption("a", 5.0, 8.0, None, "disc"),  # longer, but has no motion
+    caption("a", 5.0, 8.0, None, "disc"),  # longer, but without a motion label
     caption("a", 8.0, 10.0, "falls"),
     caption("a", 10.0, 12.5, "rests"),
-    caption("a", 12.5, 15.0, "rises"),  # as long as the one before it
-    caption("a", 16.0, float("inf"), "falls"),  # the rest of the video
-    caption("a", 7.0, 7.0, "rises"),  # no time at all
-    caption("b", 1.0, 2.0, "hovers"),  # of no class
+    caption("a", 12.5, 15.0, "rises"),  # as long as the previous caption
+    caption("a", 16.0, float("inf"), "falls"),  # until the end of the video
+    caption("a", 7.0, 7.0, "rises"),  # has no duration
+    caption("b", 1.0, 2.0, "hovers"),  # has no class
     caption("b", 5.0, 6.0, None, "star"),
 ]
 
@@ -56,7 +56,7 @@ def open_segments(
 def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written_data: Written) -> None:
     samples = open_segments(written_data.data_dir)
     names = [MOTION.names[label] for label in samples.labels]
-    #                a 0-5    a 5-10   a 10-15  a 15-20, 20-25, 25-30; b has none
+    # The segments of a are 0-5, 5-10, 10-15, 15-20, 20-25 and 25-30 s; b has none.
     assert names == ["rises", "falls", "rests", "falls", "falls", "falls"]
     assert samples.video.tolist() == [0] * 6 and len(samples) == 6
 
@@ -88,7 +88,7 @@ def test_what_is_left_out_is_counted(written_data: Written) -> None:
     assert "6 segments of 20 frames" in told and "3 of 3 classes (motion)" in told
     assert "3 segments without label left out" in told
     assert "captions: 2 without label, 1 of other classes" in told
-    # 3, 2, 2.5, 4, 5 and 5 seconds of 5.
+    # Overlaps are 3, 2, 2.5, 4, 5 and 5 of 5 seconds.
     assert "covers 72% of a segment on average" in told
 
 

@@ -1,4 +1,4 @@
-"""Latents and stored text in a bucket: the samples of the local folder, from the cache and by range."""
+"""Latents and stored text in a bucket: the samples of the local folder, read from the cache and by range."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def content(batches: Iterator[LoadedBatch]) -> list[Any]:
-    """Everything in batches without failures."""
+    """Return all entries of batches without failures."""
     batches_read = []
     for loaded_batch in batches:
         assert not loaded_batch.failed
@@ -142,7 +142,7 @@ def test_a_copy_that_is_damaged_is_mended_and_fetched_again_by_the_next_run(
             file.write(bytes([path.read_bytes()[1500] ^ 1]))
     samples = loader(open_folder(remote.url, tmp_path))
     assert maps_of(samples).are_mapped(samples.reader.segments.records.array_place)
-    # In order, so that all are seen.
+    # Samples are read in order, so that all are visited.
     assert content(samples.evaluation_batches()) == content(
         loader(DataFolder(written_data.data_dir)).evaluation_batches()
     )

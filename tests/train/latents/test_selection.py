@@ -1,4 +1,4 @@
-"""`--where` of segments of latents."""
+"""`--where` on segments of latents."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.train.latents.written import Written
 
 @pytest.fixture(scope="module")
 def scored_data(written_data: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chunks of a that begin at 0 and 15 s, and those of b and e, move."""
+    """Data with scores; the chunks of a at 0 and 15 s and the chunks of b and e have motion."""
     copy = tmp_path_factory.mktemp("scored") / "data"
     shutil.copytree(written_data.data_dir, copy)
     keys = [chunk.key for shard in SHARDS for chunk in shard]
@@ -38,7 +38,7 @@ def test_segments_of_selected_chunks_with_selected_captions_are_kept(scored_data
     }
     assert "where motion > 0.5: 4 of" in moving.describe()
     told = open_segments(scored_data, "motion > 0.5 and ('moment' in text or 'second segment' in text)")
-    # The words of each segment are its first selected caption's.
+    # The text of each segment is its first selected caption.
     assert {(told.key(n), told.span_s(n)[0], told.text(n)) for n in range(len(told))} == {
         ("a_000000000", 0.0, "the second segment of a, and the end of the first"),
         ("a_000000000", 5.0, "the second segment of a, and the end of the first"),

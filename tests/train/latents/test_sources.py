@@ -1,4 +1,4 @@
-"""Segments with captions of several sources, and with the words of captions in place of embeddings."""
+"""Segments with captions from several sources, and with caption texts in place of embeddings."""
 
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +16,7 @@ from clipmill.train.models.text import load_tokenizer
 from tests.train.latents.querying import segments
 from tests.train.latents.written import Caption, Chunk, Written, write_all
 
-# Ids are places; segments of 5 s. The third segment has captions of one source only.
+# Caption ids are list indices, and segments have 5 s. The third segment has captions from one source only.
 CAPTIONS = [
     Caption("a", 0.0, 4.0, "said", "human"),
     Caption("a", 6.0, 9.0, "said later", "human"),
@@ -72,7 +72,7 @@ def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_sho
 
 def test_captions_come_as_words_where_a_tokenizer_is_given(spoken_data: Written, tmp_path: Path) -> None:
     for name in ("manifest", "latents", "dataset.json"):
-        (tmp_path / name).symlink_to(spoken_data.data_dir / name)  # and no column of text
+        (tmp_path / name).symlink_to(spoken_data.data_dir / name)  # the folder has no text column
     samples = open_latent_segments(
         segments(tmp_path, split="train", captions="words", batch=3), tokenize=load_tokenizer()
     )

@@ -1,4 +1,4 @@
-"""Latents of a VAE of videos: a segment is [C, T', h, w], whole; models see its frames first."""
+"""Latents of a video VAE: a segment is a complete tensor [C, T', h, w], and models see its frames first."""
 
 import json
 from fractions import Fraction
@@ -18,7 +18,7 @@ from tests.train.latents.test_batches import bits
 from tests.train.latents.written import Caption, Chunk, Written, write_captions, write_latents, write_text
 from tests.train.running import losses, train
 
-T = 5  # latent frames in a segment of two seconds
+T = 5  # latent frames per segment of two seconds
 RECIPE = {"latent_frames": str(T), "segment": "17f"}
 
 
@@ -36,7 +36,7 @@ def written_data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def expected_segments(written: Written) -> list[np.ndarray]:
-    """The segments as they are stored, bits [C, T', h, w], in order."""
+    """Return the stored segments in order, as bits [C, T', h, w]."""
     ordered = sorted(written.latents, key=split_key)
     stored = [written.latents[key].reshape(3, FRAME[0], T, *FRAME[1:]) for key in ordered]
     return [segment for chunk in stored for segment in chunk]

@@ -1,4 +1,4 @@
-"""A data folder with columns of latents and text, written through the real writers, and what was written."""
+"""Data folder with columns of latents and text, written with the real writers, and a record of the contents."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ LATENTS_RECIPE = {"schema": 1, "column": "latents", "video": "h264-00000000", "c
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk to be written: `num_frames` frames of random numbers."""
+    """A chunk to write: `num_frames` frames of random numbers."""
 
     video_id: str
     start_ms: int
@@ -43,11 +43,11 @@ class Chunk:
 
 @dataclass
 class Written:
-    """What lies in a data folder."""
+    """Record of the contents of a data folder."""
 
     data_dir: Path
     latents: dict[str, NDArray[np.uint16]] = field(default_factory=dict)  # bits, by key
-    text: dict[int, NDArray[np.uint16]] = field(default_factory=dict)  # bits of the embedding, by caption id
+    text: dict[int, NDArray[np.uint16]] = field(default_factory=dict)  # bits of the embedding by caption id
 
     @property
     def latents_dir(self) -> Path:
@@ -66,7 +66,7 @@ def write_latents(
     recipe: Mapping[str, str] = MappingProxyType({}),
     is_compressed: bool = False,
 ) -> None:
-    """Writes and commits one shard for each list of chunks: of `values`, or of any bits at all."""
+    """Write and commit one shard for each list of chunks, with `values` or random bits."""
     extension = "latents.npy.zst" if is_compressed else "latents.npy"
     directory = written.latents_dir
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,11 +96,11 @@ def write_text(
     without: frozenset[int] = frozenset(),
     embed: Callable[[str], NDArray[np.float16]] | None = None,
 ) -> None:
-    """Writes and commits embeddings of the captions of the manifest: equal texts of a video share a row.
+    """Write and commit embeddings for the captions of the manifest; equal texts of a video share a row.
 
     Args:
-        without: ids of captions that get none.
-        embed: the embedding of a text; any bits at all where it is left out.
+        without: Ids of captions that get no embedding.
+        embed: Function that returns the embedding of a text. By default, embeddings are random bits.
     """
     table = read_captions(written.data_dir).to_pylist()
     video_ids = list(dict.fromkeys(caption.video_id for caption in captions))
@@ -145,7 +145,7 @@ def write_all(
     splits: dict[str, str] | None = None,
     **recipe: str,
 ) -> Written:
-    """The manifest and both columns."""
+    """Write the manifest and both columns."""
     data_dir.mkdir(exist_ok=True)
     written = Written(data_dir)
     videos = {chunk.video_id: "train" for chunks in shards for chunk in chunks}
