@@ -1,10 +1,10 @@
-"""Training on two nodes that lose one, are restarted, or are not set up alike; see README.md. As root:
+"""Training on two nodes that lose a node, are restarted, or differ in their setup; see README.md. Run as root:
 
     python -m tests.cluster.elastic              # all cases, 20 to 30 minutes
-    python -m tests.cluster.elastic rank_killed  # some of them, after the runs that they are compared with
+    python -m tests.cluster.elastic rank_killed  # some cases, after their reference runs
 
-Prints a line for each case, with what was measured, and exits with 1 if one failed. The folders of the cases, with the
-output of the nodes in `node*.log`, are kept then.
+The program prints a line with measurements for each case, and exits with 1 if a case failed. It then keeps the folders
+of the cases, with the output of the nodes in `node*.log`.
 """
 
 import shutil
@@ -25,13 +25,13 @@ _STAGES = "stages"
 
 
 def reference(case: Case) -> str:
-    """Two processes on one node, undisturbed."""
+    """Train with two processes on one node, undisturbed."""
     end_well(case.launch(0, nodes="1", processes=2))
     return "two processes on one node"
 
 
 def run_undisturbed(case: Case) -> str:
-    """A process on each node."""
+    """Train with one process per node, undisturbed."""
     end_well(*case.both())
     return case.require_same()
 

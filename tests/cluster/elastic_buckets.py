@@ -1,7 +1,7 @@
-"""Cases of tests.cluster.elastic whose run is in a bucket: the nodes share no folder, and have scratch space each.
+"""Cases of tests.cluster.elastic with the run in a bucket: the nodes share no folder, and have separate scratch space.
 
-The server runs on one of the nodes, which is not lost. As a program, this module copies a run from an address to a
-folder, for which it has to be on that network: python -m tests.cluster.elastic_buckets ADDRESS FOLDER
+The server runs on the node that is not lost. As a program, this module copies a run from a URL to a folder; it must run
+on the network of the server: python -m tests.cluster.elastic_buckets URL FOLDER
 """
 
 import os
@@ -25,18 +25,18 @@ _ADDRESS = "s3://elastic/run"
 
 @dataclass(frozen=True)
 class BucketCase(Case):
-    """A case whose run is in a bucket of a server on one of the nodes.
+    """Case with the run in a bucket, whose server is on one of the nodes.
 
     Attributes:
         server: URL of the server.
-        node: Number of its node.
+        node: Number of the server's node.
     """
 
     server: str = ""
     node: int = 0
 
     def launch(self, node: int, *added: object, command: Sequence[str] = DUAL, **how: Any) -> Launch:
-        """Start `command` on a node, with a $TMPDIR of the node."""
+        """Start `command` on a node, with a separate $TMPDIR."""
         scratch = self.folder / f"scratch{node}"
         scratch.mkdir(exist_ok=True)
         words = (*command, "--shards", self.root / "columns", "--out", _ADDRESS, *added)
@@ -80,7 +80,7 @@ def in_bucket(case: Case, *, node: int) -> Iterator[BucketCase]:
 
 
 def bucket_undisturbed(case: Case) -> str:
-    """A process on each node; the run in a bucket."""
+    """Train with one process per node, and the run in a bucket."""
     with in_bucket(case, node=0) as of_bucket:
         end_well(*of_bucket.both())
         of_bucket.fetch()
@@ -88,7 +88,7 @@ def bucket_undisturbed(case: Case) -> str:
 
 
 def bucket_node_replaced(case: Case) -> str:
-    """Node 1 is killed, and replaced by a node that has nothing."""
+    """Kill node 1, and replace it with an empty node."""
     with in_bucket(case, node=0) as of_bucket:
         first, second = of_bucket.both()
         of_bucket.wait_for_steps(_AT_STEP)
@@ -106,11 +106,11 @@ def bucket_node_replaced(case: Case) -> str:
 
 
 def bucket_lock_moves(case: Case) -> str:
-    """--nnodes 1:2: the node of rank 0, which holds the lock of the run, loses its power; the other goes on alone."""
+    """With --nnodes 1:2, cut the power of rank 0's node, which holds the run's lock; the other node continues alone."""
     with in_bucket(case, node=1) as of_bucket:
         first, second = of_bucket.both(nodes="1:2", host=1)
         of_bucket.wait_for_steps(_AT_STEP)
-        assert "attention: " in first.said, "rank 0 is on node 0"
+        assert "attention: " in first.said, "rank 0 must be on node 0"
         lose_node(0)
         noticed_s = of_bucket.wait_for_said(1, "failed: ")
         restarted_s = noticed_s + of_bucket.wait_for_restart(1, restarts=0)

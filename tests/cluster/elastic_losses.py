@@ -1,4 +1,4 @@
-"""Cases of tests.cluster.elastic_runs in which a rank, a node or the link between the nodes is lost in mid-run."""
+"""Cases of tests.cluster.elastic_runs in which a rank, a node or the link between the nodes is lost during the run."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _AT_STEP = 100
 
 
 def rank_killed(case: Case) -> str:
-    """A rank of node 1; both launches restart theirs."""
+    """Kill a rank of node 1; both launches restart their ranks."""
     launches = case.both()
     case.wait_for_steps(_AT_STEP)
     os.kill(ranks_of(1)[0], signal.SIGKILL)
@@ -21,7 +21,7 @@ def rank_killed(case: Case) -> str:
 
 
 def node_replaced(case: Case) -> str:
-    """Node 1 with its torchrun is killed, and started again 5 s later."""
+    """Kill node 1 with its torchrun, and start it again 5 s later."""
     first, second = case.both()
     case.wait_for_steps(_AT_STEP)
     kill_node(1)
@@ -37,7 +37,7 @@ def node_replaced(case: Case) -> str:
 
 
 def fewer_nodes(case: Case) -> str:
-    """--nnodes 1:2: node 1 is killed, and node 0 goes on alone."""
+    """With --nnodes 1:2, kill node 1; node 0 continues alone."""
     first, second = case.both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     kill_node(1)
@@ -48,7 +48,7 @@ def fewer_nodes(case: Case) -> str:
 
 
 def node_comes_back(case: Case) -> str:
-    """--nnodes 1:2: node 0 goes on alone until node 1 is there again."""
+    """With --nnodes 1:2, let node 0 continue alone until node 1 returns."""
     first, second = case.both(nodes="1:2")
     case.wait_for_steps(60)
     kill_node(1)
@@ -57,13 +57,13 @@ def node_comes_back(case: Case) -> str:
     case.wait_for_steps(120)
     second = case.launch(1, nodes="1:2")
     end_well(first, second)
-    assert first.said.count("attention: ") == 3, "node 1 was not taken in again"
-    assert "stopped: step" in first.said, "the run was not saved when node 1 came"
+    assert first.said.count("attention: ") == 3, "node 1 did not rejoin"
+    assert "stopped: step" in first.said, "the run was not saved when node 1 returned"
     return case.require_same_losses()
 
 
 def power_cut(case: Case) -> str:
-    """--nnodes 1:2: node 1 is gone and its connections stay open at the other end."""
+    """With --nnodes 1:2, remove node 1 so that its connections stay open on the other side."""
     first, _ = case.both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     lose_node(1)
@@ -74,7 +74,7 @@ def power_cut(case: Case) -> str:
 
 
 def link_lost(case: Case) -> str:
-    """--nnodes 1:2: both nodes run on and cannot reach one another: only one of them may go on training."""
+    """With --nnodes 1:2, cut the link between running nodes: only one of them may continue to train."""
     first, second = case.both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     set_link(1, "down")
@@ -86,10 +86,13 @@ def link_lost(case: Case) -> str:
 
 
 def link_lost_to_rank_0(case: Case) -> str:
-    """The same with the rendezvous on node 1: rank 0, which holds the run's folder, is on the node that is cut off."""
+    """Cut the link with the rendezvous on node 1.
+
+    Rank 0, which holds the run's folder, is on the isolated node.
+    """
     first, second = case.both(nodes="1:2", host=1)
     case.wait_for_steps(_AT_STEP)
-    assert "attention: " in first.said, "rank 0 is on node 0"
+    assert "attention: " in first.said, "rank 0 must be on node 0"
     set_link(0, "down")
     case.wait_for_said(1, "failed: ")
     restarted_s = case.wait_for_restart(1, restarts=0)
@@ -98,19 +101,19 @@ def link_lost_to_rank_0(case: Case) -> str:
 
 
 def link_blinks(case: Case) -> str:
-    """The link is down for 15 s; the run goes on as if nothing had happened."""
+    """Take the link down for 15 s; the run continues as if nothing had happened."""
     launches = case.both()
     case.wait_for_steps(_AT_STEP)
     set_link(1, "down")
     time.sleep(15)
     set_link(1, "up")
     end_well(*launches)
-    assert launches[0].said.count("attention: ") == 1, "it was restarted"
+    assert launches[0].said.count("attention: ") == 1, "the run was restarted"
     return case.require_same()
 
 
 def first_node_lost(case: Case) -> str:
-    """Node 0, which hosts the rendezvous, is killed: node 1 ends too, and the same command goes on later."""
+    """Kill node 0, which hosts the rendezvous: node 1 exits too, and the same command continues the run later."""
     first, second = case.both()
     case.wait_for_steps(_AT_STEP)
     kill_node(0)
@@ -125,13 +128,13 @@ def first_node_lost(case: Case) -> str:
 
 
 def stages(case: Case) -> str:
-    """The pipeline of a captioner over both nodes, undisturbed: what the next cases are compared with."""
+    """Train a captioner in pipeline stages on both nodes, undisturbed; the reference of the following cases."""
     end_well(*case.both("--parallel.stages", "2", command=CAPTION))
     return "a stage on each node"
 
 
 def stage_killed(case: Case) -> str:
-    """The second stage, on node 1."""
+    """Kill the second stage, which is on node 1."""
     launches = case.both("--parallel.stages", "2", command=CAPTION)
     case.wait_for_steps(30)
     os.kill(ranks_of(1)[0], signal.SIGKILL)
@@ -141,10 +144,10 @@ def stage_killed(case: Case) -> str:
 
 
 def stages_and_replicas(case: Case) -> str:
-    """Two stages and two replicas, one on each node, of which one is replaced."""
+    """Train with two stages and two replicas, one on each node, and replace one of the nodes."""
     words = ("--parallel.stages", "2", "--parallel.strategy", "zero1")
     at = CAPTION.index("--microbatch") + 1
-    command = (*CAPTION[:at], "1", *CAPTION[at + 1 :])  # each replica has half of the batch
+    command = (*CAPTION[:at], "1", *CAPTION[at + 1 :])  # half of the batch per replica
     first, second = case.both(*words, command=command, processes=2)
     case.wait_for_steps(30)
     kill_node(1)
@@ -155,7 +158,7 @@ def stages_and_replicas(case: Case) -> str:
 
 
 def fsdp_rank_killed(case: Case) -> str:
-    """Weights and optimizer state in shards on both nodes."""
+    """Kill a rank while weights and optimizer state are sharded over both nodes."""
     launches = case.both("--parallel.strategy", "fsdp")
     case.wait_for_steps(_AT_STEP)
     os.kill(ranks_of(1)[0], signal.SIGKILL)

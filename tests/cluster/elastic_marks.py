@@ -1,4 +1,4 @@
-"""Case of tests.cluster.elastic in which `prep gc` keeps what the nodes read: a variant that is no longer current."""
+"""Case of tests.cluster.elastic in which `prep gc` keeps a variant that is read but no longer current."""
 
 from clipmill.shards.marks import READERS_FOLDER, list_readers
 from tests.cluster.elastic_nodes import Launch, kill_node, launch, wait_until
@@ -12,7 +12,7 @@ _AT_STEP = 40
 
 
 def marks_of_nodes(case: Case) -> str:
-    """Node 1 is lost and replaced, while a colleague makes another variant and removes what is not in use."""
+    """Replace node 1 while another user makes a new variant and removes the files that are not in use."""
     data = case.folder / "data"
     make_data(data, case.folder / "videos")
     (first,) = variants(data)
@@ -41,9 +41,9 @@ def marks_of_nodes(case: Case) -> str:
     prep_here("gc", "--data", data)
     assert variants(data) == both, "the variant of a training that was restarted was removed"
     end_well(*launches)
-    assert of_launch == ["process", "process", "unfinished"], f"marks at first: {of_launch}"
+    assert of_launch == ["process", "process", "unfinished"], f"marks at the start: {of_launch}"
     assert "unfinished" in of_loss and of_loss.count("process") < 2, f"marks after the loss: {of_loss}"
-    assert facts(case.out)["variant"] == first, "the training has changed its variant"
+    assert facts(case.out)["variant"] == first, "the training switched to a different variant"
     prep_here("gc", "--data", data)
     assert variants(data) == both - {first} and not list((data / READERS_FOLDER).glob("?*.lock"))
     return "gc keeps the variant of the nodes until the run is finished"

@@ -2,8 +2,8 @@
 
     node0  10.77.0.1 ---- veth ---- 10.77.0.2  node1
 
-Each has its own interfaces, hosts file, host name and mounts; they share the disk, the clock and the processors. A
-launch is torchrun in one of them, with its output in a file.
+Each node has its own interfaces, hosts file, host name and mounts; they share the disk, the clock and the processors. A
+launch is a torchrun process on a node, with its output in a file.
 """
 
 import os
@@ -21,14 +21,14 @@ from pathlib import Path
 NUM_NODES = 2
 PORT = 29_511
 _PREFIX, _LINK = "clipmill-node", "clipmill"
-# torchrun tells the address of its store in the first round only, and a node that joins later waits for it in vain.
+# torchrun sends the address of its store only in the first round; a node that joins later would wait for it forever.
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _PROGRAMS = Path(sys.executable).parent
 
 
 @dataclass
 class Launch:
-    """A torchrun on a node, and the file with everything that it and its ranks said."""
+    """torchrun process on a node, and the file with the output of the process and its ranks."""
 
     node: int
     process: subprocess.Popen[bytes]
@@ -39,7 +39,7 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def end(self, *, within_s: float = 600) -> int:
-        """Its exit status; kills it and fails with what it said if it does not end."""
+        """Return the exit status; if the process does not exit, kill it and fail with its output."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -48,7 +48,7 @@ class Launch:
 
 
 def name_of(node: int) -> str:
-    """Name of the namespace of a node."""
+    """Return the name of a node's namespace."""
     return f"{_PREFIX}{node}"
 
 
@@ -58,7 +58,7 @@ def address_of(node: int) -> str:
 
 @contextmanager
 def nodes() -> Iterator[None]:
-    """Make the two nodes, and remove them with everything that still runs in them."""
+    """Create the two nodes; at the end, remove them with all of their processes."""
     remove_nodes()
     try:
         for node in range(NUM_NODES):
@@ -80,7 +80,7 @@ def nodes() -> Iterator[None]:
 
 
 def remove_nodes() -> None:
-    """Kill what runs in the nodes and remove them; nothing happens to nodes that are not there."""
+    """Kill the processes on the nodes and remove the nodes, if they exist."""
     for node in range(NUM_NODES):
         if (Path("/run/netns") / name_of(node)).exists():
             kill_node(node)
@@ -105,10 +105,10 @@ def launch(
     """Start torchrun on a node.
 
     Args:
-        command: of `train`, without the program.
-        nodes: --nnodes.
-        before: shell command in the mount namespace of the launch, such as a bind mount.
-        host: node of the rendezvous.
+        command: Arguments of `train`, without the program.
+        nodes: Value of --nnodes.
+        before: Shell command in the mount namespace of the launch, such as a bind mount.
+        host: Node of the rendezvous.
     """
     words = [
         *(_PROGRAMS / "torchrun", "--nnodes", nodes, "--nproc-per-node", processes, "--max-restarts", max_restarts),
@@ -138,7 +138,7 @@ def launch(
 
 
 def kill_node(node: int) -> None:
-    """End every process of a node with SIGKILL, torchrun too."""
+    """Kill every process of a node with SIGKILL, including torchrun."""
     listing = subprocess.run(["ip", "netns", "pids", name_of(node)], check=False, capture_output=True, text=True)
     for pid in listing.stdout.split():
         with suppress(ProcessLookupError):
@@ -146,24 +146,28 @@ def kill_node(node: int) -> None:
 
 
 def ranks_of(node: int) -> list[int]:
-    """Process ids of the ranks on a node."""
+    """Return the process IDs of the ranks on a node."""
     listing = subprocess.run(["ip", "netns", "pids", name_of(node)], check=True, capture_output=True, text=True)
     return [pid for pid in map(int, listing.stdout.split()) if b"RANK" in _environment(pid)]
 
 
 def set_link(node: int, state: str) -> None:
-    """Take the interface of a node down or up; its peers see neither an end of a connection nor a reset."""
+    """Take a node's network interface down or up; its peers see neither the end of a connection nor a reset."""
     _run("ip", "-n", name_of(node), "link", "set", f"{_LINK}{node}", state)
 
 
 def lose_node(node: int) -> None:
-    """What a power cut does: the node is gone and its connections stay open at the other end."""
+    """Lose a node as in a power cut: its connections stay open on the other side."""
     set_link(node, "down")
     kill_node(node)
 
 
 def wait_until(is_so: Callable[[], bool], *, what: str, within_s: float = 400) -> float:
-    """Wait and return the seconds that it took; AssertionError if it does not come true."""
+    """Wait and return the seconds that it took.
+
+    Raises:
+        AssertionError: The condition did not become true in time.
+    """
     began_s = time.monotonic()
     while not is_so():
         if time.monotonic() - began_s > within_s:

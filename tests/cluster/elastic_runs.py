@@ -1,4 +1,4 @@
-"""A run on two nodes, and what it is compared with: the parts of the cases of tests.cluster.elastic."""
+"""Runs on two nodes, and the comparison with their references: the parts of the cases of tests.cluster.elastic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ CAPTION = (*_SMALL.split(), *_DECODER.split(), *_SHARED)
 
 
 class Skipped(Exception):
-    """A case needs a program that is not installed."""
+    """The case needs a program that is not installed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A folder for the case, with the logs of the nodes, and the data that it trains on."""
+    """Folder of a case, with the logs of the nodes and the training data."""
 
     folder: Path
     root: Path
@@ -39,7 +39,7 @@ class Case:
         return RunFolder(self.out)
 
     def launch(self, node: int, *added: object, command: Sequence[str] = DUAL, **how: Any) -> Launch:
-        """Start `command` on a node; what the node says is appended to its log."""
+        """Start `command` on a node; its output is appended to the log of the node."""
         data = self.root / ("columns" if command[0] == "dual-encoder" else "videos")
         words = (*command, "--shards", data, "--out", self.out, *added)
         return launch(node, words, log=self.folder / f"node{node}.log", **how)
@@ -56,20 +56,21 @@ class Case:
         return wait_until(lambda: log.read_text().count(text) >= times, what=f"{times} x {text!r} in {log}")
 
     def wait_for_restart(self, node: int = 0, *, restarts: int = 1) -> float:
-        """Wait until rank 0, on this node, has begun again; return the seconds that it took."""
+        """Wait until rank 0, on this node, has restarted; return the seconds that it took."""
         return self.wait_for_said(node, "attention: ", times=restarts + 1)
 
     def require_same(self, reference: str = "reference") -> str:
-        """Compare weights and steps with the reference: equal in every bit."""
+        """Check that weights and steps are bit-identical to the reference."""
         weights, expected = self._weights(reference)
         assert weights.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in weights.items()), "the weights differ"
         return "the same bits"
 
     def require_same_losses(self, reference: str = "reference") -> str:
-        """Compare the losses of all steps with the reference, up to rounding, for another number of processes.
+        """Compare the losses of all steps with the reference, up to rounding, for a different number of processes.
 
-        The weights agree less well: AdamW scales up a gradient that is zero but for rounding, as that of a key's bias.
+        The weights agree less well: AdamW scales up gradients that are zero except for rounding, such as the gradient
+        of a key's bias.
         """
         flat_weights, expected = (
             torch.cat([tensor.double().flatten() for tensor in w.values()]) for w in self._weights(reference)

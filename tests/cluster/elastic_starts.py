@@ -1,4 +1,4 @@
-"""Cases of tests.cluster.elastic_runs in which the two nodes are not set up alike."""
+"""Cases of tests.cluster.elastic_runs in which the two nodes differ in their setup."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.cluster.elastic_nodes import ranks_of
 from tests.cluster.elastic_runs import Case, Skipped, end_well
 
-# torchrun sends times to other nodes as pickles, by the name of their class.
+# torchrun sends times to other nodes as pickles, which contain the name of their class.
 _CLOCK = """
 import datetime, time
 _time = time.time
@@ -25,20 +25,20 @@ datetime.datetime, time.time = datetime_ahead, lambda: _time() + {ahead_s}
 
 
 def folder_not_shared(case: Case) -> str:
-    """--out is a folder of its own on node 1."""
+    """Use a separate folder as --out on node 1."""
     node_folder = case.folder / "of-node-1"
     node_folder.mkdir()
     case.out.mkdir()
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(node_folder, case.out))
-    assert [launch.end() for launch in launches] == [1, 1]  # torchrun's own status
+    assert [launch.end() for launch in launches] == [1, 1]  # torchrun's own exit status
     assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].said
     assert "is not shared by all nodes" in launches[1].said
-    assert not list(case.out.iterdir()) and not list(node_folder.iterdir()), "something is left"
+    assert not list(case.out.iterdir()) and not list(node_folder.iterdir()), "files are left"
     return "refused"
 
 
 def folder_read_only(case: Case) -> str:
-    """--out cannot be written to on node 1."""
+    """Make --out read-only on node 1."""
     case.out.mkdir()
     bind = f"{_bind(case.out, case.out)} && mount -o remount,ro,bind {case.out}"
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=bind)
@@ -48,7 +48,7 @@ def folder_read_only(case: Case) -> str:
 
 
 def lagging_folder(case: Case) -> str:
-    """Node 1 sees names and sizes 10 s late, by a FUSE file system, while it writes through at once."""
+    """Show names and sizes to node 1 10 s late, through a FUSE file system; its writes take effect at once."""
     if shutil.which("bindfs") is None:
         raise Skipped("needs bindfs")
     real = case.folder / "run"
@@ -59,7 +59,7 @@ def lagging_folder(case: Case) -> str:
     os.kill(ranks_of(1)[0], signal.SIGKILL)
     restarted_s = case.wait_for_restart()
     end_well(first, second)
-    assert first.said.count("attention: ") == 2, "it was restarted more than once"
+    assert first.said.count("attention: ") == 2, "the run was restarted more than once"
     return f"{case.require_same()}; restarted after {restarted_s:.0f} s"
 
 
@@ -80,7 +80,7 @@ def flag_of_one_node(case: Case) -> str:
 
 
 def mistake_of_one_node(case: Case) -> str:
-    """Node 1 ends before it meets the other one, which says whom it waits for."""
+    """Let node 1 exit before it meets the other node, which reports the node that it waits for."""
     launches = case.launch(0, max_restarts=0), case.launch(1, "--nonsense", max_restarts=0)
     assert launches[1].end() == 1
     waited_s = case.wait_for_said(0, "rank 0 of 2 is waiting for the other ranks to start")
@@ -89,13 +89,13 @@ def mistake_of_one_node(case: Case) -> str:
 
 
 def clock_ahead(case: Case) -> str:
-    """The clock of node 1 is an hour ahead of node 0's."""
+    """Set the clock of node 1 an hour ahead."""
     end_well(case.launch(0), case.launch(1, environment=_clock(case, 3600)))
     return case.require_same()
 
 
 def caches_of_nodes(case: Case) -> str:
-    """Copies of the data at the same path on node 1, and --workers of its own."""
+    """Use a copy of the data at the same path on node 1, and a different --workers."""
     copied = case.folder / "copied"
     shutil.copytree(case.root / "columns", copied)
     end_well(case.launch(0), case.launch(1, "--batches-ahead", 3, before=_bind(copied, case.root / "columns")))
@@ -103,7 +103,7 @@ def caches_of_nodes(case: Case) -> str:
 
 
 def _other_version(case: Case, name: str, version: str) -> str:
-    """A node on which a package has another version, by its metadata."""
+    """Prepare a node on which the metadata of a package states a different version."""
     about = case.folder / "packages" / f"{name}-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -123,7 +123,7 @@ def _bind(source: Path, target: Path) -> str:
 
 
 def _clock(case: Case, ahead_s: int) -> dict[str, str]:
-    """A node on which the wall clock of all Python programs is ahead."""
+    """Prepare a node on which the wall clock of all Python programs is ahead."""
     folder = case.folder / "clock"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CLOCK.format(ahead_s=ahead_s))

@@ -1,6 +1,6 @@
-"""Runs the sbatch files in `scripts/` on a real SLURM of two nodes, and takes nodes and jobs from them.
+"""Runs the sbatch files in `scripts/` on a real SLURM cluster of two nodes, and removes nodes and jobs from it.
 
-`python -m tests.cluster.slurm_jobs` as root; see README.md.
+Run `python -m tests.cluster.slurm_jobs` as root; see README.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.prep.running import contents
 
 VIDEOS = ("--videos", 16, "--minutes", 0.25)
 CHUNKS = ("chunk", "--len", "1s", "--preset", "veryslow", "--short-side", 96)
-LONG_CHUNKS = (*CHUNKS[:-1], 240, "--fps", 60)  # SLURM looks at time limits every half minute
+LONG_CHUNKS = (*CHUNKS[:-1], 240, "--fps", 60)  # SLURM checks time limits every 30 s
 TRAINING = (
     *("dual-encoder", "--model", "tiny", "--device", "cpu", "--num-frames", 2, "--size-px", 32, "--batch", 8),
     *("--steps", 120, "--warmup-steps", 10, "--checkpoint-every", 10, "--workers", 1),
@@ -29,10 +29,10 @@ TRAINING = (
 
 
 class Trial:
-    """The cluster, and a data folder whose shards one command has made.
+    """Cluster, and a data folder whose shards one command has made.
 
     Args:
-        folder: where everything is written.
+        folder: Folder for all files of the trial.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Trial:
         self._begin_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print a line with the time since the beginning."""
+        """Print a line with the time since the start."""
         sys.stdout.write(f"{time.monotonic() - self._begin_s:6.0f} s  {text}\n")
         sys.stdout.flush()
 
@@ -52,14 +52,14 @@ class Trial:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
     def begin(self) -> None:
-        """Make videos, and the shards that all jobs must make."""
+        """Make videos, and the shards that all jobs must reproduce."""
         self.prep("manifest", "synthetic", *VIDEOS, "--data", self.folder / "begun")
         self.say("16 synthetic videos of 15 s")
         self.make("one", CHUNKS)
         self.make("one-long", LONG_CHUNKS)
 
     def make(self, name: str, chunks: tuple[object, ...]) -> None:
-        """Make the shards of a new data folder by one command, as a reference."""
+        """Make the shards of a new data folder with one command, as a reference."""
         shutil.copytree(self.folder / "begun", self.folder / name)
         self.prep(*chunks, "--engine", "processes", "--workers", 2, "--data", self.folder / name)
 
@@ -69,18 +69,18 @@ class Trial:
         return self.folder / name
 
     def submit(self, script: str, *words: object, options: tuple[object, ...], **environment: str) -> str:
-        """Submit a script of `scripts/`; the logs are in the folder."""
+        """Submit a script from `scripts/`; the logs are in the folder."""
         flags = ("--chdir", self.folder, "--cpus-per-task", 1, *options)
         return self.cluster.submit(
             *flags, ROOT / "scripts" / script, *words, environment={**self.programs, **environment}
         )
 
     def wait_for_commits(self, data: Path, number: int) -> None:
-        """Wait until the shards of a data folder have been begun to be made."""
+        """Wait until a data folder has this number of commits."""
         wait_for(lambda: len(list(data.glob("video/*/commits/**/*.json"))) >= number, "commits", seconds=300)
 
     def lose_node(self, name: str) -> None:
-        """Cut the power of a node, and let SLURM know it."""
+        """Cut the power of a node, and tell SLURM about it."""
         self.cluster.kill_node(name)
         self.cluster.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
@@ -91,14 +91,14 @@ class Trial:
         wait_for(lambda: self.cluster.node_state(name).partition("+")[0] in ("IDLE", "MIXED", "ALLOCATED"), name)
 
     def require_equal(self, data: Path, reference: str = "one") -> None:
-        """Compare the shards and records of a data folder with those that one command has made."""
+        """Check that the shards and records of a data folder equal those of the reference."""
         digests, expected = contents(data), contents(self.folder / reference)
         assert digests == expected, sorted(digests.items() ^ expected.items())
         self.say(f"{data.name}: {len(digests)} files, the bytes of one command")
 
 
 def try_array(trial: Trial) -> None:
-    """Six parts at once on two nodes; one is requeued, one is cancelled, and a node is lost."""
+    """Run six parts on two nodes; one part is requeued, one is cancelled, and a node is lost."""
     data, cluster = trial.data("array"), trial.cluster
     job = trial.submit("slurm_prep.sh", *CHUNKS, "--data", data, options=("--array", "1-6"))
     trial.wait_for_commits(data, 2)
@@ -121,7 +121,7 @@ def try_array(trial: Trial) -> None:
 
 
 def try_dependency(trial: Trial) -> None:
-    """Scores in two parts, which SLURM starts when the chunks are made."""
+    """Make scores in two parts, which SLURM starts once the chunks are made."""
     data, cluster = trial.data("columns"), trial.cluster
     chunks = trial.submit("slurm_prep.sh", *CHUNKS, "--data", data, options=("--array", "1-3"))
     options = ("--array", "1-2", "--dependency", f"afterok:{chunks}")
@@ -134,7 +134,7 @@ def try_dependency(trial: Trial) -> None:
 
 
 def try_time_limit(trial: Trial) -> None:
-    """Two parts that reach their time limit, and go on after they have been requeued."""
+    """Run two parts that reach their time limit and continue after they are requeued."""
     data, cluster = trial.data("limit"), trial.cluster
     limits = ("--array", "1-2", "--time", 1, "--signal", "B:USR1@50")
     job = trial.submit("slurm_prep.sh", *LONG_CHUNKS, "--data", data, options=limits)
@@ -145,7 +145,7 @@ def try_time_limit(trial: Trial) -> None:
 
 
 def try_ray(trial: Trial) -> None:
-    """A Ray cluster in a job loses a node that works and goes on; another job is requeued."""
+    """Let a Ray cluster in a job lose a working node and continue; requeue another job."""
     cluster = trial.cluster
 
     def works(node: str) -> bool:
@@ -170,7 +170,7 @@ def try_ray(trial: Trial) -> None:
 
 
 def try_training(trial: Trial) -> None:
-    """Two nodes train; the job is requeued, then a node is lost, then it is cancelled and submitted again."""
+    """Train on two nodes; requeue the job, then lose a node, then cancel the job and submit it again."""
     cluster = trial.cluster
     options = ("--nodes", 2, "--gpus-per-node", 0)
 
@@ -214,8 +214,8 @@ def try_training(trial: Trial) -> None:
 
 
 def weights_of(run: Path) -> dict[str, Any]:
-    """Read the weights of a run's last checkpoint."""
-    from clipmill.train.run.checkpoint import latest_checkpoint, read_weights  # slow
+    """Read the weights from the last checkpoint of a run."""
+    from clipmill.train.run.checkpoint import latest_checkpoint, read_weights  # slow import
     from clipmill.train.run.folder import RunFolder
 
     path = latest_checkpoint(RunFolder(run).checkpoints)
@@ -233,13 +233,13 @@ TRIALS: dict[str, Callable[[Trial], None]] = {
 
 
 def main() -> None:
-    """Run the trials that are named; the folder is removed unless one fails or --keep is given."""
+    """Run the trials in the arguments; the folder is removed unless a trial fails or --keep is set."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trials", nargs="*", choices=[*TRIALS, []], help="trials to run; default: all")
     parser.add_argument("--keep", action="store_true", help="keep the folder of logs and data")
     given = parser.parse_args()
     enter_namespaces()
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # its path is short: that of a socket is limited
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
     (folder / "slurm").mkdir()
     trial = Trial(folder)
     has_passed = False

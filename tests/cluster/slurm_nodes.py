@@ -1,8 +1,8 @@
-"""A SLURM cluster of two nodes on this machine, in a folder: munged, slurmctld, and one slurmd for each node.
+"""SLURM cluster of two nodes on this machine, in a folder: munged, slurmctld, and one slurmd per node.
 
-It lives in namespaces of its own (`enter_namespaces`): the nodes have names of their own, their addresses are on a
-loopback device that nobody else sees, and every daemon ends with the process that began. Nothing is written outside of
-the folder.
+The cluster runs in separate namespaces (`enter_namespaces`). The nodes have their own names, their addresses are on a
+loopback device that is not visible outside, and every daemon ends with the process that started it. Nothing is written
+outside of the folder.
 """
 
 import getpass
@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-NODES = {"n1": "10.99.0.1", "n2": "10.99.0.2"}  # SLURM ignores a machine that has loopback addresses only
+NODES = {"n1": "10.99.0.1", "n2": "10.99.0.2"}  # SLURM ignores a machine that has only loopback addresses
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare", "ip")
-CPUS_PER_NODE = 4  # of the two cores of a small machine; SLURM is told not to look
+CPUS_PER_NODE = 4  # on a machine that may have two cores; SLURM is configured not to check
 _MARK = "CLIPMILL_SLURM_NAMESPACE"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
 
 def enter_namespaces() -> None:
-    """Run this program again in namespaces for processes, mounts, network and host name; return if it already is."""
+    """Run this program again in namespaces for processes, mounts, network and host name; return inside them."""
     if os.environ.get(_MARK):
         return
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -39,7 +39,7 @@ def enter_namespaces() -> None:
 
 
 def name_nodes(folder: Path) -> None:
-    """Give the nodes their addresses and names, which nobody outside of the namespaces sees."""
+    """Assign the nodes their addresses and names, which are visible only inside the namespaces."""
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()))
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -49,10 +49,10 @@ def name_nodes(folder: Path) -> None:
 
 
 class Cluster:
-    """The daemons, and the commands of SLURM.
+    """Daemons, and the commands of SLURM.
 
     Args:
-        folder: configuration, state, logs and sockets. Its path is short, because that of a socket is limited.
+        folder: Folder for configuration, state, logs and sockets. Its path must be short, because paths of sockets are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         (folder / "slurm.conf").write_text(self._configuration())
-        # SLURM looks for it beside slurm.conf; the daemons are not to find one of the machine.
+        # SLURM looks for this file next to slurm.conf; the daemons must not use a file of the machine.
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
 
     def _configuration(self) -> str:
@@ -97,7 +97,7 @@ class Cluster:
             "ReturnToService": 2,
             "SlurmdTimeout": 10,
             "KillWait": 30,
-            "MinJobAge": 7200,  # records of jobs stay until the end of the tests
+            "MinJobAge": 7200,  # job records stay until the end of the tests
         }
         nodes = (
             f"NodeName={name} NodeAddr={address} Port={17001 + number} CPUs={CPUS_PER_NODE} RealMemory=4000"
@@ -125,14 +125,14 @@ class Cluster:
         self._start(name, ["unshare", "--uts", "sh", "-c", f"hostname {name} && exec slurmd -D -N {name}"])
 
     def kill_node(self, name: str) -> None:
-        """Kill everything that runs on a node, as a power cut does."""
+        """Kill all processes on a node, as a power cut does."""
         for pid in self._pids(name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._daemons.pop(name).wait()
 
     def processes(self, name: str) -> list[str]:
-        """Return the titles of the processes that a node runs."""
+        """Return the titles of the processes on a node."""
         titles = []
         for pid in self._pids(name):
             with suppress(OSError):
@@ -140,7 +140,7 @@ class Cluster:
         return titles
 
     def _pids(self, name: str) -> list[int]:
-        """Return the processes in the namespace of a node's host name; those of a job are no children of slurmd."""
+        """Return the processes in the UTS namespace of a node; the processes of a job are not children of slurmd."""
         namespace = Path(f"/proc/{self._daemons[name].pid}/ns/uts").readlink()
         nodes = []
         for path in Path("/proc").glob("[0-9]*/ns/uts"):
@@ -164,13 +164,13 @@ class Cluster:
             )
 
     def run(self, *command: str) -> str:
-        """Run a command of SLURM; return its output."""
+        """Run a SLURM command; return its output."""
         ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{' '.join(command)}: {ran.stdout}{ran.stderr}"
         return ran.stdout.strip()
 
     def submit(self, *words: object, environment: Mapping[str, str]) -> str:
-        """Run `sbatch`; return the number of the job."""
+        """Run `sbatch`; return the job ID."""
         command = ["sbatch", "--parsable", f"--export={','.join(['ALL', *environment])}", *map(str, words)]
         ran = subprocess.run(
             command, env={**self.environment, **environment}, capture_output=True, text=True, check=False
@@ -179,7 +179,7 @@ class Cluster:
         return ran.stdout.strip()
 
     def node_state(self, name: str) -> str:
-        """Return the state of a node, such as IDLE, or an empty text if slurmctld does not answer yet."""
+        """Return the state of a node, such as IDLE, or an empty string if slurmctld does not respond yet."""
         ran = subprocess.run(
             ["scontrol", "show", "node", "-o", name], env=self.environment, capture_output=True, text=True, check=False
         )
@@ -187,7 +187,7 @@ class Cluster:
         return match[1] if match else ""
 
     def jobs(self, job: str) -> dict[str, dict[str, str]]:
-        """Return the records of a job, or of the tasks of an array, by number (`7` or `7_3`)."""
+        """Return the records of a job or of the tasks of an array, by ID (`7` or `7_3`)."""
         states = {}
         for line in self.run("scontrol", "show", "job", "-o", job).splitlines():
             record = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -200,7 +200,7 @@ class Cluster:
         return {name: record["JobState"] for name, record in self.jobs(job).items()}
 
     def wait(self, job: str, *, seconds: float = 600.0) -> dict[str, str]:
-        """Wait until a job has ended with all its tasks; return their states."""
+        """Wait until a job and all its tasks have ended; return their states."""
         wait_for(lambda: all(state in _ENDED for state in self.states(job).values()), f"job {job}", seconds=seconds)
         return self.states(job)
 
@@ -209,7 +209,7 @@ def wait_for(condition: Callable[[], object], what: str, *, seconds: float = 60.
     """Wait for a condition.
 
     Raises:
-        TimeoutError: it did not come true in time.
+        TimeoutError: The condition did not become true in time.
     """
     deadline_s = time.monotonic() + seconds
     while not condition():

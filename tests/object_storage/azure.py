@@ -1,4 +1,7 @@
-"""Microsoft's emulator of Azure Blob Storage on this machine: `npm install azurite`, with `azurite-blob` in $PATH."""
+"""Microsoft's emulator of Azure Blob Storage on this machine; install it with `npm install azurite`.
+
+The program `azurite-blob` must be in $PATH.
+"""
 
 import base64
 import contextlib
@@ -24,12 +27,12 @@ _START_S = 60
 
 @dataclass(frozen=True)
 class AzureServer:
-    """A running emulator with one account."""
+    """Running emulator with one account."""
 
     port: int
 
     def environment(self, *, port: int | None = None) -> dict[str, str]:
-        """The variables that lead the client to this server, or to a proxy in front of it."""
+        """Return the environment variables that make clients use this server, or a proxy in front of it."""
         return {
             "AZURE_STORAGE_ACCOUNT_NAME": _ACCOUNT,
             "AZURE_STORAGE_ACCOUNT_KEY": _KEY,
@@ -38,7 +41,7 @@ class AzureServer:
         }
 
     def make_bucket(self, name: str) -> str:
-        """Create an empty container and return its address."""
+        """Create an empty container and return its URL."""
         date = formatdate(usegmt=True)
         named = f"x-ms-date:{date}\nx-ms-version:{_VERSION}\n/{_ACCOUNT}/{_ACCOUNT}/{name}\nrestype:container"
         signed = hmac.new(base64.b64decode(_KEY), ("PUT" + "\n" * 12 + named).encode(), hashlib.sha256).digest()
@@ -58,18 +61,18 @@ class AzureServer:
 
 
 def is_installed() -> bool:
-    """Whether the emulator can be started."""
+    """Return True if the emulator is installed."""
     return shutil.which(PROGRAM) is not None
 
 
 @contextlib.contextmanager
 def azure_server() -> Iterator[AzureServer]:
-    """Start an emulator; it ends with the block."""
+    """Run an emulator within the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        # Its versions are older than the client's, which uses nothing of later ones.
+        # The emulator supports older API versions than the client, which does not need the later ones.
         flags = (
             "--blobPort",
             str(port),

@@ -1,4 +1,4 @@
-"""The whole way through a bucket of each cloud: `python -m tests.object_storage.clouds gs az`; see README.md."""
+"""All commands on a bucket of each cloud: `python -m tests.object_storage.clouds gs az`; see README.md."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ _COMMIT = r"commits(/|%2F)"
 
 
 def main() -> None:
-    """Run the trial for each cloud that is named."""
+    """Run the trial for each cloud in the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clouds", nargs="+", choices=("s3", "gs", "az"))
     for cloud in parser.parse_args().clouds:
@@ -59,7 +59,7 @@ def _server(cloud: str) -> Iterator[S3Server | AzureServer | GoogleServer]:
 
 
 def _use(server: S3Server | AzureServer | GoogleServer, port: int) -> None:
-    """Set the variables that lead to the proxy in front of a server."""
+    """Set the environment variables that make clients use the proxy in front of a server."""
     if isinstance(server, S3Server):
         os.environ.update(server.environment(endpoint=f"http://127.0.0.1:{port}"))
     else:
@@ -97,7 +97,7 @@ def _try(bucket: str, folder: Path, faults: Faults) -> None:
 
 
 def _kill_and_exclude(data: str, faults: Faults) -> None:
-    """Kill `prep chunk` after its first commit; while it runs, another command is refused."""
+    """Kill `prep chunk` after its first commit; while it runs, a second command is rejected."""
     mark = secrets.token_hex(8)
     faults.set(Fault("hang", method="PUT", path=_COMMIT, skip=1))
     running = start(*CHUNKS, "--data", data, **{MARK: mark})
@@ -117,7 +117,7 @@ def _kill_and_exclude(data: str, faults: Faults) -> None:
 
 
 def _move(scratch: Path) -> None:
-    """Continue on a disk that has no copies of the bucket."""
+    """Continue on a disk without copies of the bucket."""
     scratch.mkdir()
     os.environ["TMPDIR"] = str(scratch)
 
@@ -138,14 +138,14 @@ def _step_of_training(name: str, flags: tuple[object, ...], data: str, folder: P
 
 
 def _try_wrong_credentials(bucket: str, data: str, folder: Path) -> None:
-    """What is said about credentials that are wrong or missing, and a bucket that is not there."""
+    """Check the messages about wrong and missing credentials, and about a missing bucket."""
     print(f"no bucket: {prep('status', '--data', f'{bucket}-not/data', status=2).stderr.strip()}")
     wrong = {
         "AWS_ACCESS_KEY_ID": "",
         "AZURE_STORAGE_ACCOUNT_KEY": "bm90IHRoZSBrZXk=",
         "GOOGLE_APPLICATION_CREDENTIALS": str(write_key_file(folder / "other.json")),
     }
-    if not bucket.startswith("s3"):  # moto accepts any
+    if not bucket.startswith("s3"):  # moto accepts any credentials
         print(f"wrong credentials: {prep('status', '--data', data, status=2, **wrong).stderr.strip()}")
 
 

@@ -1,11 +1,11 @@
-"""An HTTP proxy with faults, in a process of its own: latency, bandwidth, errors, cut answers, a network that fails.
+"""HTTP proxy that injects faults, in a separate process: latency, bandwidth, errors, cut responses, network failures.
 
-`faulty(port)` starts one in front of a server. The faults are set, and requests counted, over its own path `/_faults`,
-so that benchmarks and tests control it from any process.
+`faulty(port)` starts a proxy in front of a server. Faults are set and requests are counted over its path `/_faults`, so
+that benchmarks and tests can control it from any process.
 
-It also makes keys that expire, and refuses them from then on (ExpiredToken): as the metadata of an instance and of a
-container, and in place of the keys in answers of the server's STS. The name of such a key is the time at which it
-expires, so that any program can make one.
+The proxy also issues keys that expire, and rejects them afterwards (ExpiredToken). It acts as the metadata service of
+an instance and of a container, and replaces the keys in responses of the server's STS. The name of such a key is the
+time at which it expires, so that any program can create one.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _KEY, _USED_KEY = "EXPIRES", re.compile(rb"Credential=(EXPIRES[0-9.]+)")
 
 
 def expiring_key(life_s: float) -> dict[str, str]:
-    """A key that the proxy takes for some seconds, as AWS describes keys."""
+    """Return a key that the proxy accepts for some seconds, in AWS's format."""
     end_s = time.time() + life_s
     end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
@@ -48,22 +48,23 @@ def expiring_key(life_s: float) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to requests whose method and path match.
+    """Fault that happens to requests whose method and path match.
 
     Attributes:
-        kind: "delay" by `delay_s`; "error": answered with `status` and the error `code` of S3, unseen by the server;
-            "cut": the connection is closed after half of the answer's body; "lost": the server does the work, and its
-            answer is lost; "hang": packets are dropped, and there is no answer until the client gives up or the faults
-            are replaced; "late": as "hang", but the server gets the request when the faults are replaced, whether the
-            client still waits or not; "reset": the connection is reset, unseen by the server; "etag": the answer names
-            another etag than the object has.
-        method: GET, PUT, ...; any if None.
-        path: regular expression that is searched for in path and query.
-        skip: number of matching requests that pass before.
-        times: number of requests that it happens to; None for all.
-        every: it happens to each `every`-th matching request.
-        for_s: how long it goes on after the first request that it happened to; None for ever.
-        spreads: from the first request that it happened to, it happens to all requests.
+        kind: "delay": the response is delayed by `delay_s`; "error": the proxy responds with `status` and the S3 error
+            `code`, and the server does not see the request; "cut": the connection is closed after half of the response
+            body; "lost": the server executes the request, but the response is lost; "hang": packets are dropped, and
+            there is no response until the client gives up or the faults are replaced; "late": as "hang", but the server
+            gets the request when the faults are replaced, whether or not the client still waits; "reset": the
+            connection is reset, and the server does not see the request; "etag": the response has a different ETag than
+            the object.
+        method: Method such as GET or PUT; None for any method.
+        path: Regular expression that is searched for in path and query.
+        skip: Number of matching requests that pass before the fault.
+        times: Number of requests with the fault; None for all.
+        every: Interval of the matching requests with the fault: every `every`-th one.
+        for_s: Seconds from the first request with the fault to its end; None for no end.
+        spreads: True if the fault happens to all requests after its first one.
     """
 
     kind: Literal["delay", "error", "cut", "lost", "hang", "late", "reset", "etag"]
@@ -80,20 +81,20 @@ class Fault:
 
 
 def vanished_key(path: str, **when: Any) -> Fault:
-    """Fault of a key that is gone."""
+    """Return the fault that makes an object appear deleted."""
     return Fault("error", method="GET", path=path, status=404, code="NoSuchKey", **when)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The requests since the last call of `Faults.set`.
+    """Requests since the last call of `Faults.set`.
 
     Attributes:
-        requests: (method, path and query) of each, in order.
-        num_bytes: bytes of bodies, of requests and of answers.
-        num_faults: number of requests that a fault happened to.
-        keys: expiring keys that signed requests.
-        num_expired: number of requests that were refused because their key had expired.
+        requests: (method, path and query) of each request, in order.
+        num_bytes: Number of bytes in the bodies of requests and responses.
+        num_faults: Number of requests with a fault.
+        keys: Expiring keys that signed requests.
+        num_expired: Number of requests that were rejected because their key had expired.
     """
 
     requests: tuple[tuple[str, str], ...]
@@ -103,13 +104,13 @@ class Seen:
     num_expired: int
 
     def methods(self) -> Counter[str]:
-        """Number of requests by method."""
+        """Count the requests by method."""
         return Counter(method for method, _ in self.requests)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """A running proxy; with a certificate and its key in one file, it speaks TLS."""
+    """Running proxy; with a file that contains a certificate and its key, it uses TLS."""
 
     port: int
     certificate: Path | None = None
@@ -122,12 +123,12 @@ class Faults:
     def set(
         self, *faults: Fault, latency_s: float = 0.0, bytes_per_s: float | None = None, key_life_s: float = 900.0
     ) -> None:
-        """Replace all faults, and forget the requests seen.
+        """Replace all faults, and clear the recorded requests.
 
         Args:
-            latency_s: delay of every answer.
-            bytes_per_s: bandwidth of all connections together.
-            key_life_s: time after which keys that it makes expire.
+            latency_s: Delay of every response.
+            bytes_per_s: Bandwidth of all connections together.
+            key_life_s: Seconds until the keys that the proxy issues expire.
         """
         rules = {"faults": [asdict(fault) for fault in faults], "latency_s": latency_s, "bytes_per_s": bytes_per_s}
         rules["key_life_s"] = key_life_s
@@ -147,7 +148,10 @@ class Faults:
 
 @contextlib.contextmanager
 def faulty(port: int, *, certificate: Path | None = None) -> Iterator[Faults]:
-    """Start a proxy in front of the server at `port` of this machine; with a certificate and its key, it speaks TLS."""
+    """Start a proxy in front of the server on `port` of this machine.
+
+    With a certificate and its key, the proxy uses TLS.
+    """
     further = [] if certificate is None else [str(certificate)]
     with start_server(["tests.object_storage.faults", str(port), *further]) as own_port:
         yield Faults(own_port, certificate)
@@ -155,40 +159,40 @@ def faulty(port: int, *, certificate: Path | None = None) -> Iterator[Faults]:
 
 @dataclass
 class Message:
-    """A request or an answer."""
+    """Request or response."""
 
-    head: bytes  # with the empty line at its end
+    head: bytes  # including the empty line at its end
     body: bytes
     stays_open: bool
-    begun_s: float = 0.0  # when its head had arrived
+    begun_s: float = 0.0  # time at which the head had arrived
 
     def first_line(self) -> list[str]:
-        """Method, path and version of a request; version, status and reason of an answer."""
+        """Method, path and version of a request; version, status and reason of a response."""
         return self.head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
 
     def headers(self) -> dict[str, str]:
-        """The headers, by their names in lower case."""
+        """Headers, by their lower-case names."""
         lines = self.head.decode("latin-1").split("\r\n")[1:]
         return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
 
     def with_header(self, name: str, value: str) -> "Message":
-        """The message with one more header."""
+        """Return the message with an additional header."""
         return replace(self, head=self.head[:-2] + f"{name}: {value}\r\n\r\n".encode())
 
 
 @dataclass
 class Proxy:
-    """The proxy itself, which answers requests until its process ends."""
+    """The proxy itself, which serves requests until its process exits."""
 
     upstream_port: int
     rules: list[Fault] = field(default_factory=list)
     matches: Counter[int] = field(default_factory=Counter)
-    began_s: dict[int, float] = field(default_factory=dict)  # when a fault first happened, by its number
+    began_s: dict[int, float] = field(default_factory=dict)  # start of each fault, by its number
     spreading: Fault | None = None
-    are_replaced: asyncio.Event = field(default_factory=asyncio.Event)  # the faults of now
+    are_replaced: asyncio.Event = field(default_factory=asyncio.Event)  # set when the faults are replaced
     latency_s: float = 0.0
     bytes_per_s: float | None = None
-    free_from_s: float = 0.0  # when the line is free again
+    free_from_s: float = 0.0  # time at which the line is idle again
     requests: list[tuple[str, str]] = field(default_factory=list)
     num_bytes: int = 0
     num_faults: int = 0
@@ -197,7 +201,7 @@ class Proxy:
     num_expired: int = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection."""
+        """Serve the requests of one connection."""
         upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while request := await _read_message(reader, writer):
@@ -266,7 +270,7 @@ class Proxy:
     async def _held_back(
         self, request: Message, method: str, fault: Fault, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Wait until the client gives up, or the faults are replaced; a late request goes on then in any case."""
+        """Wait until the client gives up, or the faults are replaced; then forward a late request in any case."""
         replaced = self.are_replaced
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(replaced.wait())]
         if fault.kind == "hang":
@@ -286,7 +290,7 @@ class Proxy:
     async def forwarded(
         self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> tuple[Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
-        """Return the server's answer to a request, and its connection if that stays open."""
+        """Return the server's response to a request, and its connection if that stays open."""
         upstream[1].write(request.head + request.body)
         await upstream[1].drain()
         answer = await _read_message(upstream[0], None, of=method)
@@ -345,30 +349,30 @@ class Proxy:
 
 
 def form_of(path: str) -> Message:
-    """A request to an STS with the query of a path as a form: moto knows no other."""
+    """Return a request to an STS with the query of a path as a form, the only format that moto supports."""
     body = path.partition("?")[2].encode()
     head = "POST / HTTP/1.1\r\nHost: sts.amazonaws.com\r\nContent-Type: application/x-www-form-urlencoded\r\n"
     return Message(f"{head}Content-Length: {len(body)}\r\n\r\n".encode(), body, True)
 
 
 def answer_of(body: bytes, *, kind: str = "application/json") -> Message:
-    """An answer of the proxy itself."""
+    """Return a response of the proxy itself."""
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     return Message(head.encode(), body, True)
 
 
 def error_answer(status: int, code: str, method: str = "GET") -> Message:
-    """An error of S3 or Google."""
+    """Return an error response of S3 or Google."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
     head = f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
-    # After a request of HEAD, a body would be taken for the answer to the connection's next request.
+    # A body after a HEAD request would be taken for the response to the next request on the connection.
     return Message(head.encode(), b"" if method == "HEAD" else body, True)
 
 
 async def _read_message(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None, *, of: str | None = None
 ) -> Message | None:
-    """Read a request, or the answer to a request with the method `of`; None at the end of the connection."""
+    """Read a request, or the response to a request with the method `of`; None at the end of the connection."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
@@ -401,7 +405,7 @@ async def _read_message(
 
 
 async def serve(proxy: Proxy, certificates: Sequence[str] = ()) -> None:
-    """Run a proxy until standard input ends; print its port."""
+    """Run a proxy until standard input closes; print its port."""
     tls = None
     for certificate in certificates:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -1,4 +1,4 @@
-"""Fixtures of object storage; tests/conftest.py offers them to every test."""
+"""Fixtures of object storage; tests/conftest.py provides them to every test."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.object_storage.server import S3Server, s3_server
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
-    """A real S3 server, to which the environment of this process leads."""
+    """Run a real S3 server that the environment of this process points to."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
         for name, value in server.environment().items():
             environment.setenv(name, value)
@@ -23,7 +23,7 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(s3: S3Server) -> str:
-    """Address of an empty bucket: s3://NAME."""
+    """URL of an empty bucket: s3://NAME."""
     return s3.make_bucket(f"test-{secrets.token_hex(8)}")
 
 
@@ -35,7 +35,7 @@ def _proxy(s3: S3Server) -> Iterator[Faults]:
 
 @pytest.fixture
 def faults(s3: S3Server, _proxy: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """A proxy with faults in front of the server, to which the environment leads during a test; none at first."""
+    """Start a fault proxy in front of the server, without faults, and let the environment point to it."""
     _proxy.set()
     monkeypatch.setenv("AWS_ENDPOINT_URL", _proxy.endpoint)
     yield _proxy
@@ -44,7 +44,7 @@ def faults(s3: S3Server, _proxy: Faults, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of this process give up after two retries within a second."""
+    """Let clients in this process give up after two retries within a second."""
     backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
     settings = {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": backoff}
     for kind in ("", "_WRITE"):
@@ -57,7 +57,7 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def other_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Make this process one of another machine, which shares nothing with the first: it has no local copies."""
+    """Return a function that makes this process act as a different machine, without local copies."""
 
     def move() -> Path:
         scratch = tmp_path_factory.mktemp("scratch")

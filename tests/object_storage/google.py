@@ -1,8 +1,9 @@
-"""A server that speaks the XML API of Google Cloud Storage as the client of this project uses it.
+"""Server for the XML API of Google Cloud Storage, as far as the client of this project uses it.
 
-Moto's S3 server holds the objects, because the XML API is largely that of S3: listings, ranges, multipart uploads. A
-front (a process of its own) adds what differs, after https://cloud.google.com/storage/docs/xml-api: bearer tokens that
-a service account has signed, the generation of each object, conditions on it, and 404 for the deletion of nothing.
+Moto's S3 server holds the objects, because the XML API largely equals S3's: listings, ranges, multipart uploads. A
+front end (a separate process) adds the differences, according to https://cloud.google.com/storage/docs/xml-api: bearer
+tokens signed by a service account, the generation of each object, conditions on it, and 404 for the deletion of a
+missing object.
 """
 
 import asyncio
@@ -34,10 +35,10 @@ _CONDITION, _GENERATION = "x-goog-if-generation-match", "x-goog-generation"
 
 @dataclass(frozen=True)
 class GoogleServer:
-    """The front of a running server.
+    """Front end of a running server.
 
     Attributes:
-        key_file: of the service account that may use it.
+        key_file: Key file of the service account that may use it.
     """
 
     port: int
@@ -45,7 +46,7 @@ class GoogleServer:
     key_file: Path
 
     def environment(self, *, port: int | None = None) -> dict[str, str]:
-        """The variables that lead the client to this server, or to a proxy in front of it."""
+        """Return the environment variables that make clients use this server, or a proxy in front of it."""
         return {
             "GOOGLE_APPLICATION_CREDENTIALS": str(self.key_file),
             "GOOGLE_BASE_URL": f"http://127.0.0.1:{port or self.port}",
@@ -53,14 +54,14 @@ class GoogleServer:
         }
 
     def make_bucket(self, name: str) -> str:
-        """Create an empty bucket and return its address."""
+        """Create an empty bucket and return its URL."""
         self.server.make_bucket(name)
         return f"gs://{name}"
 
 
 @contextlib.contextmanager
 def google_server(server: S3Server) -> Iterator[GoogleServer]:
-    """Start a front of a server; it ends with the block, or with this process."""
+    """Start a front end of a server; it stops at the end of the block, or with this process."""
     with tempfile.TemporaryDirectory() as folder:
         key_file = write_key_file(Path(folder) / "key.json")
         with start_server(["tests.object_storage.google", str(server.port), str(key_file)]) as port:
@@ -68,7 +69,7 @@ def google_server(server: S3Server) -> Iterator[GoogleServer]:
 
 
 def write_key_file(path: Path) -> Path:
-    """Write the key file of a new service account, in the form in which Google hands it out."""
+    """Write the key file of a new service account, in Google's format."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     content = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -87,7 +88,7 @@ class _Front(Proxy):
     async def forwarded(
         self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> tuple[Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
-        """Answer one request as Google does, with the help of the S3 server."""
+        """Serve one request as Google does, with the help of the S3 server."""
         headers, path = request.headers(), unquote(request.first_line()[1].partition("?")[0])
         if not self._may(headers.get("authorization", "")):
             return error_answer(401, "AuthenticationRequired", method), upstream
@@ -107,7 +108,7 @@ class _Front(Proxy):
             return answer.with_header(_GENERATION, str(known)), left
 
     def _may(self, authorization: str) -> bool:
-        """Whether a token is signed by the account and of this hour."""
+        """Return True if the account signed the token and the token is valid now."""
         try:
             head, claims, signature = authorization.removeprefix("Bearer ").split(".")
             assert self.public_key is not None
@@ -125,7 +126,7 @@ def _completes(request: Message, method: str) -> bool:
 
 
 def _as_s3(request: Message) -> Message:
-    """Return a request with the headers that S3 has for Google's, and only what must be quoted in its path."""
+    """Return a request with S3's headers in place of Google's, and a path that quotes only what it must."""
     method, path, version = request.first_line()
     path, mark, query = path.partition("?")
     first = f"{method} {quote(unquote(path))}{mark}{query} {version}".encode()

@@ -1,4 +1,4 @@
-"""A real S3 server on this machine: moto's, in a process of its own, on a free port."""
+"""Real S3 server on this machine: moto's, in a separate process, on a free port."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ ACCESS_KEY, SECRET_KEY = "test-key", "test-secret"
 
 @dataclass(frozen=True)
 class S3Server:
-    """An S3 server that accepts any credentials until `require_known_users` is called."""
+    """S3 server that accepts any credentials until `require_known_users` is called."""
 
     port: int
 
@@ -30,7 +30,7 @@ class S3Server:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, *, endpoint: str | None = None) -> dict[str, str]:
-        """The variables that lead clients of AWS to this server, or to a proxy in front of it."""
+        """Return the environment variables that make AWS clients use this server, or a proxy in front of it."""
         return {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -42,20 +42,20 @@ class S3Server:
         }
 
     def make_bucket(self, name: str) -> str:
-        """Create an empty bucket and return its address."""
+        """Create an empty bucket and return its URL."""
         self._ask("PUT", f"/{name}", b"")
         return f"s3://{name}"
 
     def require_known_users(self, *, required: bool = True) -> None:
-        """Refuse credentials that the server does not know, which are all, or accept any again."""
+        """Reject unknown credentials, which means all of them, or accept any credentials again."""
         self._ask("POST", "/moto-api/reset-auth", b"0.0" if required else b"inf")
 
     def put(self, address: str, key: str, content: bytes = b"") -> None:
-        """Write an object with any name below an address, as programs do that know nothing of this one."""
+        """Write an object with any name under a URL, as programs that do not know clipmill do."""
         self._ask("PUT", quote(f"/{address.removeprefix('s3://')}/{key}"), content)
 
     def keys(self, bucket: str) -> set[str]:
-        """The names of all objects in a bucket, at most 1,000."""
+        """Return the names of all objects in a bucket, at most 1,000."""
         answer = self._ask("GET", f"/{bucket.removeprefix('s3://')}?list-type=2&encoding-type=url", None).decode()
         return {unquote(key) for key in re.findall("<Key>(.*?)</Key>", answer)}
 
@@ -69,7 +69,7 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Start a server; it ends with the block, or with this process."""
+    """Start a server; it stops at the end of the block, or with this process."""
     environment = {**os.environ, "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true"}
     with start_server(["tests.object_storage.server"], environment) as port:
         yield S3Server(port)
@@ -77,7 +77,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextlib.contextmanager
 def start_server(arguments: list[str], environment: dict[str, str] | None = None) -> Iterator[int]:
-    """Start `python -m ARGUMENTS`, which prints its port and runs until its standard input ends."""
+    """Start `python -m ARGUMENTS`, which prints its port and runs until its standard input closes."""
     command = [sys.executable, "-m", *arguments]
     with subprocess.Popen(
         command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -94,9 +94,9 @@ def _serve() -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections that stay open, as those of a real server do
+    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # persistent connections, as on a real server
     application: Any = DomainDispatcherApplication(create_backend_app)
-    # For each request, it would list the folder of all services and try hundreds of patterns.
+    # Without this cache, each request would list the folder of all services and try hundreds of patterns.
     application.get_backend_for_host = cache(application.get_backend_for_host)
     server: Any = make_server((*sys.argv[1:], "127.0.0.1")[0], 0, application, threaded=True)
     server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""Journals: files that only the machine has that writes them."""
+"""Tests of journals: files that exist only on the machine that writes them."""
 
 from clipmill.manifests.storage.working_copy import journal_owner
 

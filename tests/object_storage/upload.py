@@ -1,4 +1,4 @@
-"""Filling a bucket from a local folder."""
+"""Function that fills a bucket from a local folder."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +7,7 @@ from clipmill.manifests.storage.objects import Objects, open_objects
 
 
 def upload(folder: Path, address: str) -> Objects:
-    """Upload all files of a folder and return the objects at the address."""
+    """Upload all files of a folder and return the objects at the URL."""
     objects = open_objects(address)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
     with ThreadPoolExecutor(8) as pool:

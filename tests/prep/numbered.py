@@ -29,8 +29,7 @@ class Source:
 
     Attributes:
         tick_s: Resolution of the container's timestamps in seconds; a frame this near to the boundary between two
-            output
-            frames may belong to either of them.
+            output frames may belong to either of them.
     """
 
     name: str

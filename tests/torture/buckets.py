@@ -55,8 +55,7 @@ class Subject:
     Attributes:
         base: Function that creates the data folder that both commands start from.
         faults: Kinds of faults; see the module. "late" requires that the successor is the same command, because it then
-            creates
-            the same objects.
+            creates the same objects.
         column_lock: Name of the lock that both commands take.
     """
 

@@ -45,8 +45,7 @@ class HostileSource:
         name: Unique name `kind/what`.
         suffix: File extension without the dot.
         put: Function that writes the source to a path; its second argument is the folder with resources that the source
-            may
-            try to access.
+            may try to access.
         is_whole: True if the frames are intact, so that chunks made from it must show them in order, from the first.
     """
 

@@ -30,8 +30,7 @@ class Source:
 
     Attributes:
         begins_s: Start of each frame, in seconds from the first shown frame; frames that an edit list hides start
-            before 0 or
-            after `end_s`.
+            before 0 or after `end_s`.
         end_s: End of the last frame in seconds.
         width, height: Size of the coded picture before the crop, in the orientation in which it is shown.
         options: Parameters of the source's traits, by the name of the trait.

@@ -1,4 +1,4 @@
-"""The videos and annotation files that the tutorials run on: short synthetic videos under the names of each dataset."""
+"""Videos and annotation files for the tutorials: short synthetic videos with the file names of each dataset."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ NUM_VIDEOS, VIDEO_S = 10, 6.0
 
 @dataclass(frozen=True)
 class Scene:
-    """A caption of a synthetic video."""
+    """Caption of a synthetic video."""
 
     begin_s: float
     end_s: float
@@ -23,7 +23,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Video:
-    """A synthetic video; every fifth one is held out."""
+    """Synthetic video; every fifth one is held out."""
 
     path: Path
     is_held_out: bool
@@ -56,7 +56,7 @@ def own_videos(folder: Path, videos: list[Video]) -> None:
 
 
 def own_videos_and_models(folder: Path, videos: list[Video]) -> None:
-    """Write what `own_videos` does, and `models/` with a small random VAE of Wan and a small random umT5."""
+    """Write the files of `own_videos`, and `models/` with a small random Wan VAE and a small random umT5."""
     from tests.prep.latents.video_vaes import save_model
     from tests.prep.text.t5_models import saved_t5
 
@@ -68,7 +68,7 @@ def own_videos_and_models(folder: Path, videos: list[Video]) -> None:
 
 
 def uncaptioned(folder: Path, videos: list[Video]) -> None:
-    """Write `videos/` without captions; those in its folder `val` are held out."""
+    """Write `videos/` without captions; the videos in its folder `val` are held out."""
     for video in videos:
         _link(video.path, folder / "videos" / ("val" if video.is_held_out else "") / video.path.name)
 
@@ -81,7 +81,7 @@ def robot(folder: Path, _: list[Video]) -> None:
 
 
 def actions(folder: Path, videos: list[Video]) -> None:
-    """Write `videos/` as `own_videos` does, and `actions.csv`, whose class is the shape that is seen."""
+    """Write `videos/` as `own_videos` does, and `actions.csv`, whose class is the visible shape."""
     own_videos(folder, videos)
     with (folder / "captions.csv").open(newline="") as file:
         _, *rows = csv.reader(file)

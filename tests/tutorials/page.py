@@ -1,15 +1,15 @@
-"""What a page of the documentation shows, as a test runs it: commands, programs, files and outputs, in their order.
+"""Content of a documentation page for a test: commands, programs, files and outputs, in their order.
 
 Fenced blocks are run or compared by their language:
 
     sh        run, line by line
-    python    run; all of a page are one program
-    text      what the block before it prints, in shape
-    others    compared with a file if the line above the fence is `<!-- file: NAME -->`, otherwise not read
+    python    run; all blocks of a page are one program
+    text      output of the block before it; numbers may differ
+    others    compared with a file if the line above the fence is `<!-- file: NAME -->`, otherwise ignored
 
-The line `<!-- not run: REASON -->` above a fence leaves its block out. The comment `<!-- tested with ... -->` on top of
-the page says on what data it runs (`data: NAME`, a function in made.py), and what its commands and outputs are replaced
-by (`SHOWN | RUN`).
+The line `<!-- not run: REASON -->` above a fence omits its block. The comment `<!-- tested with ... -->` at the top of
+the page names the data (`data: NAME`, a function in made.py) and the replacements in commands and outputs
+(`SHOWN | RUN`).
 """
 
 import re
@@ -22,13 +22,13 @@ _BLOCK = re.compile(
     r"(?:^<!-- (?P<key>not run|file): (?P<value>.*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
 )
-_NUMBER = re.compile(r"(\((?:\d+, ?)+\d*\))|\d+(?:[.,:]\d+)*")  # the first group: a shape, which is kept
+_NUMBER = re.compile(r"(\((?:\d+, ?)+\d*\))|\d+(?:[.,:]\d+)*")  # the first group is a shape, which must match
 _GAP = "..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block; `file` is the name of the file whose beginning it shows."""
+    """Fenced block; `file` is the name of the file whose start it shows."""
 
     language: str
     text: str
@@ -38,14 +38,14 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Blocks in their order, with the replacements made; `data` is None for a page without a head."""
+    """Blocks in order, with the replacements applied; `data` is None for a page without a head."""
 
     data: str | None
     blocks: tuple[Block, ...]
 
 
 def read_page(path: Path) -> Page:
-    """Read a page; a replacement that changes nothing is an error, since the page has moved on."""
+    """Read a page; a replacement without effect is an error, because the page has changed."""
     text = path.read_text()
     head = _HEAD.search(text)
     data, replacements = None, []
@@ -72,7 +72,7 @@ def read_page(path: Path) -> Page:
 
 
 def _replace(block: Block, replacements: Sequence[tuple[str, str]]) -> Block:
-    """Replace in one pass, so that what was put in is not replaced again; of two that begin alike, the longer one."""
+    """Apply all replacements in one pass, so that none changes the result of another; the longest match wins."""
     run = dict(replacements)
     if not run or not block.is_run:
         return block
@@ -82,7 +82,10 @@ def _replace(block: Block, replacements: Sequence[tuple[str, str]]) -> Block:
 
 
 def command_lines(text: str) -> list[str]:
-    """Return the commands of a shell block: continued lines joined, here-documents kept whole, comments left out."""
+    """Return the commands of a shell block, without comments.
+
+    Continued lines are joined, and here-documents stay complete.
+    """
     lines = iter(text.replace("\\\n", " ").splitlines())
     blocks = []
     for line in lines:
@@ -101,10 +104,10 @@ def command_lines(text: str) -> list[str]:
 
 
 def missing_lines(shown: str, real: str) -> list[str]:
-    """Return the shown lines that a real output does not have, in this order.
+    """Return the shown lines that are missing from a real output, in this order.
 
-    Numbers and the amount of white space may differ, but not shapes such as (2, 128). `...` stands for anything, and
-    alone on a line for other lines.
+    Numbers and the amount of whitespace may differ, but not shapes such as (2, 128). `...` stands for any text, and on
+    a separate line for any other lines.
     """
     left = [_shape(line) for line in real.splitlines()]
     missing = []

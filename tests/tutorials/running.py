@@ -1,4 +1,4 @@
-"""Runs the blocks of a page as its reader would, but `prep` and `train` in this process, which has imported them."""
+"""Runner for the blocks of a page: it acts as a reader would, but calls `prep` and `train` in this process."""
 
 import ast
 import asyncio
@@ -25,7 +25,7 @@ _BIN = Path(sys.executable).parent
 
 @dataclass
 class Runner:
-    """A reader's working folder, which is the current one, and what the blocks have printed, defined and shown."""
+    """Reader's working folder, which is the current folder, and what the blocks have printed, defined and shown."""
 
     folder: Path
     setenv: Callable[[str, str], None]
@@ -34,7 +34,7 @@ class Runner:
     shown: list[str | bytes] = field(default_factory=list)
 
     def run(self, block: Block) -> None:
-        """Run a block, or compare it."""
+        """Run a block, or compare it with a file or an output."""
         if not block.is_run:
             return
         if block.language == "sh":
@@ -49,7 +49,7 @@ class Runner:
             assert not missing, f"not in {block.file}: {missing}"
 
     async def _cell(self, text: str) -> str:
-        """Run a cell in a running event loop, and show the value of its last line, as Jupyter does."""
+        """Run a cell in a running event loop and show the value of its last line, as Jupyter does."""
         lines = ast.parse(text).body
         last = lines.pop() if isinstance(lines[-1], ast.Expr) else None
         with redirect_stdout(StringIO()) as out:
@@ -81,7 +81,7 @@ class Runner:
         return done.stdout + done.stderr
 
     def _torchrun(self, arguments: list[str]) -> str:
-        """Run as many ranks as torchrun would start on this machine; test_signals.py starts torchrun itself."""
+        """Run as many ranks as torchrun would start on this machine; test_signals.py tests torchrun itself."""
         size = int(arguments[arguments.index("--nproc-per-node") + 1])
         out_path = self.folder / "torchrun.txt"
         out_path.unlink(missing_ok=True)
@@ -91,14 +91,14 @@ class Runner:
 
 
 def _expand(word: str) -> list[str]:
-    """What a shell makes of a word: variables, and patterns of files."""
+    """Expand a word as a shell does: variables and file patterns."""
     value = os.path.expandvars(word)
     paths = sorted(map(str, Path().glob(value))) if "*" in value and "/" in value else []
     return paths or [value]
 
 
 def _rank(folder: Path, out_path: Path, program: str, *words: str) -> None:
-    """A rank of `train` or a script, in the reader's folder; what all of them print is appended to one file."""
+    """Run a rank of `train` or of a script in the reader's folder; all ranks append their output to one file."""
     os.chdir(folder)
     with out_path.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The tutorials run, block by block, on a few seconds of synthetic video."""
+"""Tests that run the tutorials, block by block, on a few seconds of synthetic video."""
 
 import re
 import stat
@@ -23,13 +23,13 @@ from tests.tutorials.running import Runner
 
 PAGES = [ROOT / "docs/start.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 
-# The first page, which most readers follow to its end, and those with programs: cells, and processes of torchrun.
+# The first page, which most readers follow to its end, and the page with cells and torchrun processes.
 EVERY_DAY = ("start", "notebook")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_java() -> Iterator[None]:
-    """No Java, which takes longer to start than a tutorial."""
+    """Hide Java, which takes longer to start than a tutorial."""
 
     def java() -> None:
         raise MetricUnavailable("left out of this test")
@@ -41,7 +41,7 @@ def _no_java() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_machine() -> Iterator[None]:
-    """`train doctor` of several pages asks torch about this machine once, in a process of its own."""
+    """Let `train doctor` query torch about this machine only once for all pages, in a separate process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.train.doctor.machine.ask_child", cache(ask_child))
         yield
@@ -49,7 +49,7 @@ def _one_machine() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_trials() -> Iterator[None]:
-    """`train quickstart` measures for eight seconds otherwise, and takes twenty steps at least."""
+    """Shorten `train quickstart`, which otherwise measures for eight seconds and at least twenty steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("clipmill.train.commands.quickstart._TRIAL_S", 0.0)
         patch.setattr("clipmill.train.quickstart.choice._FEWEST_STEPS", 4)
@@ -58,7 +58,7 @@ def _short_trials() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _complete_tiny() -> Iterator[None]:
-    """The model `tiny` as readers have it: a page shows what it learns."""
+    """Use the complete model `tiny`, because a page shows what it learns."""
     restore()
     yield
     shrink()
@@ -74,11 +74,11 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> list[Video]:
 )
 def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = read_page(path)
-    assert page.data is not None, f"{path.name} does not say what it is tested with"
+    assert page.data is not None, f"{path.name} does not name its test data"
     DATA[page.data](tmp_path, videos)
     monkeypatch.chdir(tmp_path)
     runner = Runner(tmp_path, monkeypatch.setenv)
-    with run_server() as server:  # of `prep captions`
+    with run_server() as server:  # for `prep captions`
         monkeypatch.setenv("ENDPOINT", server.address)
         for block in page.blocks:
             runner.run(block)
@@ -88,16 +88,16 @@ def test_a_tutorial_runs(path: Path, videos: list[Video], tmp_path: Path, monkey
 
 
 def assert_follows_the_umask(folder: Path) -> None:
-    """Colleagues can read what the commands have made if they can read other new files."""
+    """Check that other users can read what the commands have made if they can read other new files."""
     (new := folder / "new").touch()
     usual = stat.S_IMODE(new.stat().st_mode)
-    assert usual != stat.S_IRUSR | stat.S_IWUSR, "the umask of the tests leaves nothing to see"
+    assert usual != stat.S_IRUSR | stat.S_IWUSR, "the umask of the tests is too strict for this check"
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert [path for path in files if stat.S_IMODE(path.stat().st_mode) & usual != usual] == []
 
 
 def assert_shows_pictures(shown: list[str | bytes]) -> None:
-    """Of a batch, and of a chunk."""
+    """Check that a batch and a chunk were shown as images."""
     batch, chunk = shown
     assert isinstance(batch, bytes) and Image.open(BytesIO(batch)).size == (4 * 112, 4 * 112)
     assert isinstance(chunk, str)

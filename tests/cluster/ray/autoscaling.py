@@ -1,10 +1,11 @@
-"""GPU nodes that an autoscaler starts for `prep`, and that the head does not have.
+"""GPU nodes that an autoscaler starts for `prep`, while the head has no GPU.
 
     python -m tests.cluster.ray.autoscaling
 
-The nodes are processes of Ray's fake multi-node provider, which pretend to have a GPU each; so the tasks tell where
-they run instead of using one. It takes about a minute. All nodes have the address of the head, by which Ray 2.60 counts
-what they offer and take: its autoscaler starts one of them, and cannot tell that a second is wanted.
+The nodes are processes of Ray's fake multi-node provider. Each of them only pretends to have a GPU, so the tasks return
+their location instead of using the GPU. The trial takes about a minute. All nodes have the address of the head, by
+which Ray 2.60 counts the resources of nodes: its autoscaler starts one node, and cannot tell that a second one is
+required.
 """
 
 import os
@@ -20,7 +21,7 @@ GPU_NODES = {"gpu": {"resources": {"CPU": 4, "GPU": 1}, "node_config": {}, "min_
 
 
 def outcomes(address: str) -> Iterator[tuple[int, str | None, str]]:
-    """Run tasks that take one GPU each."""
+    """Run tasks that need one GPU each."""
     engine = isolated_ray_engine(
         num_workers=None, address=address, need=Need(0, 1, 0), execution=Execution(wait_for_nodes=300)
     )

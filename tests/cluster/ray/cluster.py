@@ -1,4 +1,4 @@
-"""Ray nodes of a trial: real `ray start` processes, marked in their environment and ended by that mark."""
+"""Ray nodes of a trial: real `ray start` processes, which are terminated by a mark in their environment."""
 
 import json
 import os
@@ -44,7 +44,7 @@ FAKE_NODES = {
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Addresses of a head, and the environment of everything that belongs to it."""
+    """Addresses of a head, and the environment of all its processes."""
 
     port: int
     dashboard_port: int
@@ -59,12 +59,12 @@ class RayCluster:
         return f"http://127.0.0.1:{self.dashboard_port}"
 
     def start_node(self, *options: str, prefix: Sequence[str] = ()) -> None:
-        """`ray start --address`; `prefix` is a command that runs it, such as `unshare -m`."""
+        """Run `ray start --address`; `prefix` is a command that runs it, such as `unshare -m`."""
         command = [*prefix, os.fspath(BIN / "ray"), "start", "--address", self.address, *options]
         subprocess.run(command, env=self.environment, check=True, stdout=subprocess.DEVNULL)
 
     def run(self, *command: object, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        """Run a program of this Python's environment, and print its output."""
+        """Run a program with this Python's environment, and print its output."""
         words = [str(word) for word in command]
         print("$", " ".join(words), flush=True)
         program = [os.fspath(BIN / words[0]), *words[1:]]
@@ -76,10 +76,10 @@ class RayCluster:
 
 @contextmanager
 def started_head(*options: str, autoscaling: dict[str, Any] | None = None) -> Iterator[RayCluster]:
-    """Start a head with a dashboard; end it and all its nodes when the block ends.
+    """Start a head with a dashboard; stop it and all its nodes at the end of the block.
 
     Args:
-        autoscaling: node types of Ray's fake multi-node provider, whose nodes are processes on this machine.
+        autoscaling: Node types of Ray's fake multi-node provider, whose nodes are processes on this machine.
     """
     mark = secrets.token_hex(8)
     environment = {
@@ -91,7 +91,7 @@ def started_head(*options: str, autoscaling: dict[str, Any] | None = None) -> It
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    # The nodes of the fake provider look for their head at Ray's default port.
+    # The nodes of the fake provider expect their head on Ray's default port.
     cluster = RayCluster(free_port() if autoscaling is None else 6379, free_port(), environment)
     arguments = ["--head", "--port", str(cluster.port), "--dashboard-port", str(cluster.dashboard_port), *options]
     if autoscaling is not None:
@@ -113,14 +113,14 @@ def started_head(*options: str, autoscaling: dict[str, Any] | None = None) -> It
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def made_manifest(folder: Path, *, num_videos: int = 6, minutes: float = 1.0) -> Path:
-    """A data folder with a manifest of synthetic videos."""
+    """Create a data folder with a manifest of synthetic videos."""
     data = folder / "data"
     command = [
         "-m",
@@ -137,7 +137,7 @@ def made_manifest(folder: Path, *, num_videos: int = 6, minutes: float = 1.0) ->
 
 
 def where(number: int) -> tuple[int, str | None, str]:
-    """Return the number, the GPUs of the worker and its node."""
+    """Return the number, the GPUs of the worker, and its node."""
     import ray
 
     time.sleep(2)

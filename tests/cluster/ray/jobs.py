@@ -1,4 +1,4 @@
-"""`prep` as a Ray job: submitted, stopped, submitted again, with a runtime environment, and twice at once.
+"""`prep` as a Ray job: submitted, stopped, submitted again, with a runtime environment, and twice at the same time.
 
 python -m tests.cluster.ray.jobs
 """
@@ -19,7 +19,7 @@ SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
 
 def submit(cluster: RayCluster, *words: object, options: tuple[object, ...] = (), check: bool = True) -> str:
-    """`ray job submit`; its output."""
+    """Run `ray job submit`; return its output."""
     address = ("--address", cluster.dashboard)
     return cluster.run("ray", "job", "submit", *address, *options, "--", *words, check=check).stdout
 

@@ -1,4 +1,4 @@
-"""The head of a cluster is killed in mid-run; the same command goes on with another head.
+"""Loss of a cluster's head during a run; the same command continues with a new head.
 
 python -m tests.cluster.ray.lost_head
 """

@@ -1,11 +1,11 @@
-"""Two Ray nodes that share nothing but a bucket: `prep chunk` and `prep scores` with `--data s3://`.
+"""Two Ray nodes that share only a bucket: `prep chunk` and `prep scores` with `--data s3://`.
 
     python -m tests.cluster.ray.shared_nothing [FOLDER]
 
-The bucket is that of a real S3 server on this machine (moto's). The second node has a mount namespace of its own, in
-which the folder of scratch files is empty (root is required). The shards must be those of a run on one machine, both
-nodes must have made some of them, and a run after the loss of the second node has nothing to do. It takes a few
-minutes; FOLDER must have a short path (default: a new one in /tmp).
+The bucket is on a real S3 server (moto) on this machine. The second node has a separate mount namespace in which the
+scratch folder is empty (this requires root). The shards must equal the shards of a run on one machine, both nodes must
+have made some of them, and a run after the loss of the second node must have nothing to do. The trial takes a few
+minutes. FOLDER must have a short path (default: a new folder in /tmp).
 """
 
 import os

@@ -1,1 +1,1 @@
-"""A package that adds a part of each kind to clipmill; docs/plugins.md explains it."""
+"""Package that adds one part of each kind to clipmill; docs/plugins.md explains it."""

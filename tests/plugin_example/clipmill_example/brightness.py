@@ -1,4 +1,4 @@
-"""A column: the mean brightness of every n-th frame of each chunk."""
+"""Column with the mean brightness of every n-th frame of each chunk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ MEAN, MEASURED = "brightness_mean", "brightness_frames"
 
 @dataclass(frozen=True, kw_only=True)
 class BrightnessSettings(Checked):
-    """Settings of `prep brightness`: each field is a flag, and a part of the recipe."""
+    """Settings of `prep brightness`; each field becomes a flag and is part of the recipe."""
 
     every: Annotated[int, Range(least=1)] = 1
-    """Frames from one that is measured to the next, 1 or more."""
+    """Interval of the measured frames, at least 1."""
 
 
 COLUMN = ColumnSpec(
@@ -38,7 +38,7 @@ COLUMN = ColumnSpec(
     work="clipmill_example.brightness:WORK",
     check_sample="clipmill_example.brightness:check_sample",
     settings=BrightnessSettings,
-    schema=1,  # incremented when the same settings begin to give other values
+    schema=1,  # incremented when the same settings give different values
     help="""Measure how bright the chunks are.
 
     Example:
@@ -49,17 +49,17 @@ COLUMN = ColumnSpec(
     checked_noun="checked frame",
 )
 
-# The field that `--where` knows, in training and `open_clips` too.
+# The field that `--where` can use, in training and `open_clips` too.
 FIELDS = ColumnFields(name=NAME, fields={MEAN: pa.float64()})
 
 
 def make(chunks: Chunks, recipe: Recipe[BrightnessSettings]) -> Iterator[Sample | SourceFailure]:
-    """Yield the sample of each chunk, or why there is none. Workers call it."""
+    """Yield the sample of each chunk, or the reason why it is missing; workers call this function."""
     return chunks.each(partial(measure, every=recipe.settings.every))
 
 
 def measure(chunk: Chunk, *, every: int) -> Sample:
-    """Return the sample of a chunk: the brightness of frames as its member, and their mean in the index."""
+    """Measure a chunk: the brightness of its frames becomes a member, and their mean a field of the index."""
     numbers = range(0, chunk["num_frames"], every)
     measured = np.array([frame.to_ndarray(format="gray").mean() for frame in chunk.frames(numbers)], np.float32)
     return chunk.sample({EXTENSION: npy_bytes(measured)}, {MEASURED: len(measured), MEAN: float(measured.mean())})
@@ -75,7 +75,7 @@ def check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
 
 WORK = ChunkWork(
     fields=chunk_fields(
-        pa.field("num_frames", pa.int32(), nullable=False),  # these three are copied from the chunk: its length
+        pa.field("num_frames", pa.int32(), nullable=False),  # these three fields are copied from the chunk: its length
         pa.field("fps_num", pa.int32(), nullable=False),
         pa.field("fps_den", pa.int32(), nullable=False),
         pa.field(MEASURED, pa.int32(), nullable=False),

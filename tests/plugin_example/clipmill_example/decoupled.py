@@ -9,7 +9,7 @@ from clipmill.train.losses.settings import Loss, LossSpec
 
 
 def decoupled(pairs: Pairs, settings: Loss) -> torch.Tensor:
-    """Mean loss of this rank's pairs."""
+    """Return the mean loss of this rank's pairs (scalar)."""
     own_b1 = pairs.target_b[:, None]
     clips_bB = pairs.scale * pairs.video_bE @ pairs.text_BE.T
     captions_bB = pairs.scale * pairs.text_bE @ pairs.video_BE.T

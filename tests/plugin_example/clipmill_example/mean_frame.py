@@ -1,4 +1,4 @@
-"""A tower: the mean of a clip's frames, on a coarse grid, through two layers; `--towers.kind mean-frame`."""
+"""Tower for `--towers.kind mean-frame`: the mean of a clip's frames, on a coarse grid, through two layers."""
 
 from clipmill.train.config.model import TowerSpec
 

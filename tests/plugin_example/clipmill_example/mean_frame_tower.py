@@ -1,4 +1,4 @@
-"""The network of `mean_frame`, which is imported when a model is built."""
+"""Network of `mean_frame`, which is imported when a model is built."""
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ GRID = 4
 
 
 class MeanFrame(nn.Module):
-    """Embeds clips [B, C, T, H, W] as [B, embedding_width]."""
+    """Encoder of clips [B, C, T, H, W] as embeddings [B, embedding_width]."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class MeanFrame(nn.Module):
         self.projection = nn.Linear(size.trunk.width, embedding_width)
 
     def forward(self, video_BCTHW: Tensor) -> Tensor:
-        """Embeddings, not of unit length."""
+        """Return embeddings that are not normalised to unit length."""
         cells_BV = self.pool(video_BCTHW.mean(2)).flatten(1)
         embedding_BE: Tensor = self.projection(nn.functional.gelu(self.hidden(cells_BV)))
         return embedding_BE

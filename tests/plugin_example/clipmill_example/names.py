@@ -1,4 +1,4 @@
-"""An adapter: captions in a text file, with a line `NAME<tab>TEXT` for each; `prep manifest names`."""
+"""Adapter for captions in a text file with lines `NAME<tab>TEXT`; its command is `prep manifest names`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ from clipmill.prep.commands.datasets import Adapter
 def read_names(
     directory: Location, *, annotations: Sequence[Path], dataset: str = "names", skip: Location | None = None
 ) -> Reading:
-    """Read the videos that the lines name; those of a file whose name begins with `val` are held out.
+    """Read the videos in the lines of text files; lines of a file whose name starts with `val` are held out.
 
     Raises:
-        UserError: there are no videos.
+        UserError: There are no videos.
     """
     builder, flags = begin_reading(dataset, directory, skip=skip)
     for path in annotations:

@@ -1,1 +1,1 @@
-"""A task: whether the frames of a clip are in order, or reversed."""
+"""Task that predicts whether the frames of a clip are in order or reversed."""

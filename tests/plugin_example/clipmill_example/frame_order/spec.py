@@ -1,4 +1,4 @@
-"""The task's settings, evaluation and spec, which the command line reads: they load neither torch nor the task."""
+"""Settings, evaluation and spec of the task, which the command line reads without loading torch or the task."""
 
 from dataclasses import dataclass
 from pathlib import Path

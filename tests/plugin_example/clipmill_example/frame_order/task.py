@@ -31,7 +31,7 @@ from clipmill_example.frame_order.spec import FrameOrderFlags, FrameOrderSetting
 
 
 class OrderClassifier(nn.Module):
-    """A video tower and a linear layer: logits [B] of clips [B, C, T, H, W] that are reversed."""
+    """Video tower and a linear layer that returns the logits [B] of clips [B, C, T, H, W] being reversed."""
 
     def __init__(self, settings: FrameOrderSettings, attention: AttentionBackend) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OrderClassifier(nn.Module):
 
 
 class FrameOrderTask:
-    """The task of `train frame-order`."""
+    """Task of `train frame-order`."""
 
     name = "frame-order"
     columns: tuple[str, ...] = ("video",)
@@ -103,7 +103,7 @@ class FrameOrderTask:
         return blocks_of(model)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips [B, C, T, H, W], half of them reversed, and which are, float32 [B]."""
+        """Return clips [B, C, T, H, W], half of them reversed, and a float32 [B] that is 1 for reversed clips."""
         clips = to_model_input(
             batch["video"],
             batch["colour"],
@@ -130,7 +130,7 @@ class FrameOrderTask:
 
     @torch.no_grad()
     def score(self, model: nn.Module, samples: Samples, *, every: int) -> tuple[int, int, list[Any]]:
-        """How many clips are told right, of how many, and what could not be decoded."""
+        """Return the number of correct clips, the number of clips, and the samples that could not be decoded."""
         right = count = 0
         failed: list[Any] = []
         for loaded in samples.evaluation_batches(every=every):
@@ -142,7 +142,7 @@ class FrameOrderTask:
 
 
 class FrameOrderLoss(Objective):
-    """Binary cross-entropy."""
+    """Binary cross-entropy loss."""
 
     def __init__(self, task: FrameOrderTask) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class FrameOrderLoss(Objective):
 
 
 def score_run(opened: OpenedRun, flags: FrameOrderFlags) -> Score:
-    """Accuracy of a run's latest checkpoint on a split."""
+    """Return the accuracy of a run's latest checkpoint on a split."""
     samples = opened.task.samples(flags.split, World())
     model = opened.trained.fill(opened.task.build_model(samples))
     every = every_for(len(samples), at_most=flags.max_samples)
