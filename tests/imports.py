@@ -20,6 +20,16 @@ def imported_names(path: Path) -> set[str]:
     return names | set(_attributes(nodes, roots={name.partition(".")[0] for name in names}))
 
 
+def count_statements(paths: Iterable[Path]) -> int:
+    """Return the number of statements in files. Docstrings and comments do not count."""
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 def reaches(names: set[str], module: str) -> bool:
     """Whether any of `names` is `module` or lies in it."""
     return any(name == module or name.startswith(f"{module}.") for name in names)

@@ -177,7 +177,7 @@ def test_a_file_without_line_ends_does_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr("clipmill.manifests.adapters.annotations._MAX_LINE_CHARS", 1000)
     (tmp_path / "c.csv").write_text("video,text\na," + "x" * 2000)
-    with pytest.raises(UserError, match="line 2: longer than 1000 characters"):
+    with pytest.raises(UserError, match="line 2: the line has more than 1,000 characters"):
         read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
 
 

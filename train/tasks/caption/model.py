@@ -189,7 +189,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
 def no_tokenizer(title: str) -> UserError:
     """Return the error for a decoder without a tokenizer."""
     return UserError(
-        f"{title} has a decoder, but no tokenizer, without which tokens have no meaning",
+        f"{title} has a decoder, but no tokenizer to turn its tokens into text",
         hint="use the tokenizer that the decoder was trained with: --decoder.tokenizer FOLDER",
     )
 

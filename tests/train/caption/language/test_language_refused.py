@@ -67,11 +67,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "state space": (_other("Mamba", state_size=4), "is a mamba, which does not generate text token by token", "Qwen3"),
     "no cache": (_other("OpenAIGPT", n_embd=32, n_layer=1, n_head=2), "is a openai-gpt, which does not", "Qwen3"),
-    "encoder": (_other("Bert", num_attention_heads=2), "is a bert, which does not write texts", "Qwen3"),
+    "encoder": (_other("Bert", num_attention_heads=2), "is a bert, which does not generate text", "Qwen3"),
     "no causal model": (_change("config.json", **BERT), "BertForMaskedLM, of type bert", "Qwen3"),
     "unknown model": (_change("config.json", model_type="mine", architectures=["Mine"]), "Mine, of type", "Qwen3"),
     "no end": (_change("tokenizer_config.json", eos_token=None), "no end token", "eos_token"),
-    "short context": (_change("config.json", max_position_embeddings=19), "has 19 tokens, and a captioner", "fewer"),
+    "short context": (_change("config.json", max_position_embeddings=19), "has 19 tokens, but a captioner", "fewer"),
     "quantized": (_change("config.json", quantization_config={"bits": 4}), "are quantized", "bfloat16"),
 }
 
