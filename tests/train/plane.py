@@ -1,4 +1,4 @@
-"""A task that is small and needs every kind of state: random numbers in the step, an objective with both."""
+"""A small task that needs every kind of state: random numbers in a step, and an objective with state."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Points(ThreadedReader):
-    """Points of a plane with noise; a generator per visit makes the noise, and some points fail."""
+    """Points of a plane with noise from a generator per visit; some points fail."""
 
     fingerprint = "points"
 
@@ -57,7 +57,7 @@ class Points(ThreadedReader):
 
 
 class LoadedPoints:
-    """Points in batches, as settings say; `group` of them are loaded together."""
+    """Points in batches, as the settings specify; `group` points are loaded together."""
 
     def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE, *, group: int = 1) -> None:
         self._points, self.fingerprint = points, points.fingerprint
@@ -95,7 +95,7 @@ class LoadedPoints:
 
 
 class Distance(Objective):
-    """Squared distance to a line whose slope is trained too."""
+    """Squared distance to a line whose slope is also trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class PlaneTask:
         )
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        # Ranks make different numbers of forward passes.
+        # The number of forward passes differs between ranks.
         points = torch.tensor([[0.5, 0.5]], dtype=self._dtype)
         error = torch.stack([model(points).squeeze() - 1.5 for _ in range(world.rank + 1)]).mean()
         return {"error": error.abs().item(), "closeness": -error.abs().item()}
@@ -168,7 +168,7 @@ def train_plane(
     kind: type[LoadedPoints] = LoadedPoints,
     device: torch.device = CPU,
 ) -> RunFolder:
-    """A run of the task, begun in the folder or gone on with."""
+    """Start or resume a run of the task in the folder."""
     run = RunFolder(chosen.out)
     if not run.settings.exists():
         create_run(chosen)
@@ -178,7 +178,7 @@ def train_plane(
 
 
 def assert_same(run: RunFolder, other: RunFolder) -> None:
-    """The weights, the numbers of every step and the failures."""
+    """Assert that two runs have the same weights, metrics in each step, and failures."""
     weights, expected = weights_of(run.path), weights_of(other.path)
     assert weights.keys() == expected.keys() and all(
         torch.equal(tensor, expected[name]) for name, tensor in weights.items()

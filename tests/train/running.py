@@ -1,4 +1,4 @@
-"""Commands of `train` in the process of the tests, what they print, and what their runs leave."""
+"""Run `train` commands in the test process, and read their output and the files of their runs."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from clipmill.train.cli import main
 from clipmill.train.run.checkpoint import latest_checkpoint, read_weights
 from clipmill.train.run.folder import RunFolder, read_lines
 
-# A model and a run that take hundredths of a second per step, with frames of `tests/train/tiny_data.py`.
+# Flags for a model and a run that take hundredths of a second per step, with frames of `tests/train/tiny_data.py`.
 SMALL = [
     *("--model", "tiny", "--num-frames", "2", "--size-px", "32"),
     *("--batch", "4", "--warmup-steps", "2", "--lr", "1e-3"),
@@ -20,7 +20,7 @@ SMALL = [
 
 
 def train(*arguments: object) -> int:
-    """The exit status of `train` with these arguments."""
+    """Return the exit status of `train` with these arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
@@ -29,7 +29,7 @@ def train(*arguments: object) -> int:
 
 
 def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """The error and the hint, which are all that a refused command prints on stderr, besides what takes it long."""
+    """Return the error and the hint of a rejected command, which prints only these and its progress on stderr."""
     lines = [
         line for line in capsys.readouterr().err.splitlines() if not re.match(r"[0-9TZ:-]{20} \[\d+:\d\d\] ", line)
     ]
@@ -50,7 +50,7 @@ def losses(out: Path) -> list[float]:
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    """Of the latest checkpoint of a run."""
+    """Return the weights of the latest checkpoint of a run."""
     path = latest_checkpoint(RunFolder(out).checkpoints)
     assert path is not None
     return read_weights(path)

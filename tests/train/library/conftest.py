@@ -1,4 +1,4 @@
-"""Tiny models by name, and a run that starts from weights of one."""
+"""Tiny models by name, and a run that starts from the weights of such a model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ TINY = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 4, "--
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of tiny models that open_clip knows for now; their tokenizer is in `tokenizer`."""
+    """Folder of tiny models, which are registered in open_clip for this package; `tokenizer` holds their tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     before = list(factory._MODEL_CONFIG_PATHS), dict(factory._MODEL_CONFIGS)
     add_open_clip(folder, tokenizer=train_tokenizer(folder / "tokenizer"))
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def siglip2(models: Path) -> Path:
-    """Random weights of a tiny SigLIP 2 in open_clip's own file."""
+    """File with random weights of a tiny SigLIP 2, in open_clip's format."""
     torch.manual_seed(3)
     file = models / "siglip2.pt"
     torch.save(open_clip.create_model(SIGLIP2, precision="fp32").state_dict(), file)
@@ -36,7 +36,7 @@ def siglip2(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run(data_dir: Path, siglip2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that starts from them, with microbatches and attention pooling."""
+    """Run of two steps that starts from these weights, with microbatches and attention pooling."""
     out = tmp_path_factory.mktemp("run") / "run"
     flags = ("--towers.pool-frames", "attention", "--microbatch", 2, "--steps", 2, "--checkpoint-every", 1)
     some = ("--init.weights", siglip2, "--lr", "1e-3", "--optimizer.layer-decay", 0.5)

@@ -1,4 +1,4 @@
-"""Tiny models of open_clip, timm and transformers with random weights, as their libraries build and save them."""
+"""Tiny models of open_clip, timm and transformers with random weights, built and saved by their libraries."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def tiny_pe(pretrained: bool = False, **options: Any) -> nn.Module:
 
 
 def add_open_clip(folder: Path, *, tokenizer: Path | None = None) -> None:
-    """Register tiny models: of a ResNet, of SigLIP 2's configuration, and a CLIP."""
+    """Register tiny open_clip models: one with a ResNet, one like SigLIP 2, and a CLIP."""
     siglip = {**_TEXT, **_SIGLIP_TEXT, "context_length": 16, "vocab_size": 200, "hf_tokenizer_name": str(tokenizer)}
     vision = {"image_size": PX, "timm_model_name": "tiny_siglip", "timm_pool": "map", "timm_proj": "none"}
     vit = {"image_size": PX, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
@@ -56,7 +56,7 @@ def add_open_clip(folder: Path, *, tokenizer: Path | None = None) -> None:
 
 
 def train_tokenizer(folder: Path) -> Path:
-    """A WordPiece tokenizer of a few words, in the files of transformers."""
+    """Make a WordPiece tokenizer of a few words, saved in the files of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -71,7 +71,7 @@ def train_tokenizer(folder: Path) -> Path:
 
 
 def save_hf(folder: Path, kind: str) -> nn.Module:
-    """A tiny model of transformers with random weights and its processor: siglip2, siglip, clip, dinov2 or bert."""
+    """Save a tiny transformers model with random weights and its processor: siglip2, siglip, clip, dinov2 or bert."""
     import transformers as hf
 
     wide = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

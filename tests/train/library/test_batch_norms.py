@@ -1,4 +1,4 @@
-"""Buffers that training changes: each microbatch changes them once, and nothing besides; those of frozen parts stay."""
+"""Buffers that training updates: each microbatch updates them once, and buffers of frozen parts do not change."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -31,7 +31,7 @@ SMALL: Any = {"num_classes": 8, "stem_width": 8, "channels": (8, 16, 24, 32)}
 
 
 class TwoTowers(nn.Module):
-    """A small ResNet of timm, and a text tower with batch and spectral norm, and dropout."""
+    """A small timm ResNet, and a text tower with batch norm, spectral norm and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_count_of_flops_leaves_the_tensors_and_generators_of_a_step(
         def note(*_: object, number: int = number) -> None:
             calls[number] += 1
 
-        if prepare is leave_plain:  # the additional pass of a compiled model would be seen by hooks within it
+        if prepare is leave_plain:  # inside a compiled model, hooks would also see its additional pass
             model.text.register_forward_hook(note)
         throughput = Throughput(device=torch.device("cpu"), precision="fp32")
         torch.manual_seed(5)
@@ -199,7 +199,7 @@ def test_a_resumed_run_of_a_resnet_ends_with_the_bits_of_the_undisturbed_one(tra
     evaluated = [{name: line for name, line in steps(out)[-1].items() if "/" in name} for out in (again, trained_run)]
     assert evaluated[0] == evaluated[1] != {}
     assert "video.model.bn1.running_mean" in stored_names(trained_run, "ema.")
-    # One update per microbatch: two of 2 samples in each of two steps.
+    # There is one update per microbatch: two microbatches of 2 samples in each of two steps.
     assert weights(trained_run)["video.model.bn1.num_batches_tracked"] == 4
 
 

@@ -1,4 +1,4 @@
-"""Towers of libraries give what their library gives, in float64 with random weights, for one frame."""
+"""Towers from libraries compute the output of their library for one frame, in float64 with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def pictures(num: int) -> torch.Tensor:
 
 
 def encoder(state: dict[str, torch.Tensor], *, num_frames: int = 1, **towers: object) -> DualEncoder:
-    """A dual encoder with the weights of a library's model, all of which it takes."""
+    """Make a dual encoder from the weights of a library model, which must all be used."""
     named = DualEncoderTowers(**towers)  # type: ignore[arg-type]
     form = library_format(named)
     assert form is not None

@@ -1,4 +1,4 @@
-"""Towers of libraries in runs: everything that other towers can do."""
+"""Towers from libraries in runs: they support everything that other towers support."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def encoder(model: LoadedModel) -> DualEncoder:
 def test_a_run_starts_from_all_weights_of_its_library(siglip2: Path, run: Path) -> None:
     loaded = facts(run)["weights"]
     state = torch.load(siglip2)
-    assert loaded["num_copied"] == len(state) - 2  # without logit_scale and logit_bias
+    assert loaded["num_copied"] == len(state) - 2  # all except logit_scale and logit_bias
     created = {change["name"] for change in loaded["changes"]}
     assert created and all(name.startswith(("video.pool.", "video.temporal_embedding")) for name in created)
     start = {
@@ -172,7 +172,7 @@ def test_other_tasks_take_the_image_tower_of_a_run(data_dir: Path, run: Path, tm
 
 
 def test_an_encoder_of_pictures_and_one_of_texts_are_paired(data_dir: Path, tmp_path: Path) -> None:
-    """DINOv2's files have other names than its modules, which transformers' own loader knows."""
+    """DINOv2's files and modules use different names, which the loader of transformers converts."""
     theirs, of_text = save_hf(tmp_path / "dino", "dinov2"), save_hf(tmp_path / "bert", "bert")
     towers = ("--towers.image", f"hf:{tmp_path / 'dino'}", "--towers.text", f"hf:{tmp_path / 'bert'}")
     some = ("--towers.text-pooling", "mean", "--towers.activation-checkpointing", "--steps", 1, "--lr", "1e-12")

@@ -1,4 +1,4 @@
-"""Text towers of transformers embed a text as transformers embeds it alone, whatever its tokenizer pads with."""
+"""Text towers from transformers embed a text as transformers does without padding, for any padding of the tokenizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +42,12 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
         vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=40, bos_token_id=3, eos_token_id=3, pad_token_id=pad
     ),
 }
-# Side of the tokenizer's padding, its token for padding, and the id in the configuration of the model.
+# Padding side of the tokenizer, its padding token, and the padding id in the model's configuration.
 PADDINGS = (("right", "[PAD]", 0), ("left", "[EOS]", None), ("left", None, 0))
 
 
 def save_tokenizer(folder: Path, *, side: str, pad: str | None) -> Any:
-    """A tokenizer of some words that ends texts with [EOS]; without `pad`, it cannot pad."""
+    """Save a tokenizer of a few words that ends texts with [EOS]; without `pad`, it cannot pad."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", 3)])
@@ -71,13 +71,13 @@ def save_model(folder: Path, config: Any, *, dtype: torch.dtype = torch.float32)
 
 
 def tower(folder: Path, **settings: Any) -> torch.nn.Module:
-    """The tower of a folder with its weights, float64."""
+    """Return the tower of a folder with its weights, in float64."""
     towers = DualEncoderTowers(text=f"hf:{folder}", **settings)
     source, form = open_weights(Init(weights=str(folder)), towers), library_format(towers)
     assert source is not None and form is not None and not source.converted.unknown
     built = text_tower(towers, embedding_width=32)
     ours = {name.removeprefix("text."): tensor for name, tensor in source.converted.tensors.items()}
-    # A short context takes the first positions of a CLIP.
+    # With a shorter context, a CLIP uses only its first positions.
     shapes = {name: tensor.shape for name, tensor in built.state_dict().items()}
     left = built.load_state_dict({name: tensor[: shapes[name][0]] for name, tensor in ours.items()}, strict=False)
     assert not left.unexpected_keys and not [name for name in left.missing_keys if "position_ids" not in name]
@@ -85,7 +85,7 @@ def tower(folder: Path, **settings: Any) -> torch.nn.Module:
 
 
 def pool(output: Any, pooling: str) -> torch.Tensor:
-    """The embedding of one text from what transformers returns for it alone."""
+    """Return the embedding of one text from the output of transformers for this text without padding."""
     x_LD = output.last_hidden_state[0]
     if pooling == "own":
         embedding = getattr(output, "text_embeds", None)
@@ -94,7 +94,7 @@ def pool(output: Any, pooling: str) -> torch.Tensor:
     return {"mean": x_LD.mean(0), "first": x_LD[0], "last": x_LD[-1]}[pooling]
 
 
-# Poolings and numbers of tokens; every family has its own pooling, and each of the others with one of the paddings.
+# Poolings and numbers of tokens. Every family is tested with its own pooling, and with one other pooling per padding.
 POOLINGS = (("mean", 24), ("last", 16), ("last", 24), ("first", 24))
 
 
@@ -110,7 +110,7 @@ def test_a_text_is_embedded_as_alone_by_every_pooling_and_padding(tmp_path: Path
         folder = tmp_path / str(number)
         save_tokenizer(folder, side=side, pad=pad)
         theirs = save_model(folder, CONFIGS[kind](config_pad)).double()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # of the model's own class
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # the tokenizer class of the model
         for pooling, length in [("own", 16), *POOLINGS] if is_complete else poolings_of(kind, padding=number):
             ours = tower(folder, text_pooling=pooling, context_length=length)
             tokenize = tokenizer_of(f"hf:{folder}", length)
@@ -129,7 +129,7 @@ def test_the_recipe_of_a_qwen3_embedding_with_left_padding(tmp_path: Path) -> No
     with torch.no_grad():
         recipe = theirs(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).last_hidden_state[:, -1]
         ours = tower(tmp_path, text_pooling="last")(torch.from_numpy(np.stack([tokenize(text) for text in TEXTS])))
-    torch.testing.assert_close(ours, recipe, rtol=0, atol=1e-5)  # rotations are float32
+    torch.testing.assert_close(ours, recipe, rtol=0, atol=1e-5)  # rotations are computed in float32
 
 
 def test_a_siglip_pads_to_its_own_length_whatever_the_context(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_empty_text_has_an_embedding_and_a_context_that_is_too_long_is_refuse
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.save_pretrained(tmp_path)
     save_model(tmp_path, CONFIGS["roberta"](1))
-    assert context_length_of(f"hf:{tmp_path}") == 38  # positions begin behind the padding's
+    assert context_length_of(f"hf:{tmp_path}") == 38  # positions start after the padding index
     tokenize = tokenizer_of(f"hf:{tmp_path}", 38)
     for pooling in ("mean", "last"):
         embeddings = tower(tmp_path, text_pooling=pooling)(torch.from_numpy(tokenize(""))[None])

@@ -1,4 +1,4 @@
-"""`train mae` from outside: on videos without captions, on latents, in parts, from weights."""
+"""`train mae` from the command line: videos without captions, latents, microbatches, initial weights."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from tests.train.tiny_data import chunks_of, write_captions, write_shard
 
 TINY = ("--model", "tiny", "--size-px", 32, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
 STEPS = ("--batch", 4, "--warmup-steps", 2, "--decoder-depth", 1)
-RATE = ("--lr", 0.1)  # times 4 / 256
+RATE = ("--lr", 0.1)  # scaled by 4 / 256
 FOUR = ("--segment", "2s", "--steps", 4)
 LATENTS = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5)
 
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two videos of three chunks, and nobody who says what they show; the last chunks are short."""
+    """Two videos of three chunks, without captions; the last chunk of each is short."""
     data_dir = tmp_path_factory.mktemp("videos")
     write_shard(data_dir, 0, [*chunks_of("a", 45), *chunks_of("b", 41)], split="train")
     write_captions(data_dir, {"a": "train", "b": "train"}, [])
@@ -27,7 +27,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_columns(data_dir: Path, *, frame: tuple[int, int, int] = (4, 8, 8)) -> Path:
-    """Latents of two videos, segments of 2 s of which have 8 frames."""
+    """Write latents of two videos, with 8 frames per segment of 2 s."""
     written = Written(data_dir)
     write_latents(written, [[Chunk(name, 0, 20, frame=frame) for name in "ab"]], values=noise)
     write_captions(data_dir, {"a": "train", "b": "train"}, [])
@@ -49,7 +49,7 @@ def test_a_run_says_what_it_shows_and_learns(videos: Path, tmp_path: Path, capsy
     assert "; 1 of a single frame, which is repeated;" in printed
     assert "; 2 shorter than 4 x 2 frames, with a smaller stride;" in printed
     its = steps(out)
-    # 18 samples are an epoch; a batch of 4 has 1 / 64 of the rate for one of 256.
+    # An epoch has 18 samples. The learning rate is given for a batch of 256, so a batch of 4 uses 1 / 64 of it.
     assert its[-1]["epoch"] == pytest.approx(8 * 4 / 18) and its[1]["lr"] == pytest.approx(0.1 / 64)
     assert its[-1]["loss"] < its[0]["loss"]
 
@@ -74,7 +74,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
     assert weights_of(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
 
-    # Where it ended is where another run begins.
+    # A new run starts from the final weights.
     begin = ("--init.weights", tmp_path / "whole", "--lr", 1e-9, "--steps", 1)
     assert train(*flags, "--segment", "2s", "--out", tmp_path / "more", *begin) == 0
     ours, theirs = weights_of(tmp_path / "more"), weights_of(tmp_path / "whole")

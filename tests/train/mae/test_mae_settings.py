@@ -1,4 +1,4 @@
-"""Settings of `train mae`: defaults that survive a flag beside them, mistakes that are named before anything begins."""
+"""Settings of `train mae`: defaults that other flags do not change, and mistakes that are reported at the start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.train.running import train
 
 @pytest.fixture
 def chosen_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[MaeSettings]:
-    """What the command would train with."""
+    """Return the settings that the command would train with."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     given: list[MaeSettings] = []
@@ -52,7 +52,7 @@ def test_a_flag_leaves_the_defaults_beside_it_as_they_are(chosen_settings: list[
 def test_the_learning_rate_grows_with_the_batch() -> None:
     assert MaeOptimizer().lr_scale(1024) == 4 and MaeOptimizer(lr_batch=64).lr_scale(16) == 0.25
     assert OptimizerSettings().lr_scale(1024) == 1
-    # Numbers that another optimizer does not have are not asked of it.
+    # Each optimizer accepts requests for its own hyperparameters.
     assert MaeOptimizer(name="sgd").number("momentum") == 0.9 and MaeOptimizer(name="lion").number("beta2") == 0.99
     assert MaeOptimizer(beta2=0.999).number("beta2") == 0.999
 

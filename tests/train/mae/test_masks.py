@@ -1,4 +1,4 @@
-"""Which cubes are hidden and which are predicted: how many, which, and drawn from what."""
+"""Masks: which cubes are hidden and which are predicted, how many, and from which random numbers."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,7 @@ from clipmill.train.tasks.mae.evaluation import (
 from clipmill.train.tasks.mae.task import normalised_cubes
 
 CUBES: Any = {"cube_frames": 2, "patch_px": 4}
-GRID = CubeGrid(2, 3, 4)  # of clips of 4 frames of 12 x 16
+GRID = CubeGrid(2, 3, 4)  # for clips of 4 frames at 12 x 16
 NUM_CUBES = 24
 
 
@@ -27,14 +27,14 @@ def video() -> torch.Tensor:
 
 @pytest.fixture
 def masked_places() -> torch.Tensor:
-    """Seven of twelve places hidden at both moments, others in each clip."""
+    """Mask that hides seven of twelve places at both time steps, different places in each clip."""
     generator = torch.Generator().manual_seed(1)
     places = torch.stack([torch.randperm(12, generator=generator) for _ in range(2)]) < 7
     return places.repeat(1, 2)
 
 
 def standardise(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """What a model that knows everything predicts, cube by cube from the formula."""
+    """Return the predictions of a perfect model, computed cube by cube from the formula."""
     rows = []
     for clip, hidden in zip(video, masked, strict=True):
         cubes = []
@@ -62,7 +62,7 @@ def test_true_targets_with_true_statistics_give_the_picture_back_where_it_is_fla
     targets = normalised_cubes(video, predicted_cubes(masked_places), **CUBES)
     statistics = true_statistics(cube_values(video, **CUBES))
     pictures = reconstruct(video, targets, masked_places, **CUBES, statistics=statistics)
-    torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-5)  # a target is divided by 1e-6 too much
+    torch.testing.assert_close(pictures.filled, video, rtol=0, atol=1e-5)  # targets are divided by std + 1e-6
     assert torch.equal(pictures.filled[:, :, :2], video[:, :, :2])
 
 

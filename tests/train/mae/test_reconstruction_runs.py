@@ -1,4 +1,4 @@
-"""What a masked autoencoder fills in: by a model that is known, by a run from outside, and on the results page."""
+"""Reconstructions of a masked autoencoder: from a model with known output, from a run, and on the results page."""
 
 import base64
 import html
@@ -40,7 +40,7 @@ TINY = ("--model", "tiny", "--size-px", 64, "--num-frames", 4, "--stride", 2, "-
 
 
 class Known(nn.Module):
-    """Predicts a multiple of what is right."""
+    """Model that predicts a multiple of the targets."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Known(nn.Module):
 
 
 def evaluate_model(model: nn.Module, num_clips: int = 40, **changes: Any) -> ReconstructionResult:
-    """Random clips in two batches; the first has a failed sample."""
+    """Evaluate random clips in two batches, after a batch that consists of a failed sample."""
     video = torch.rand(num_clips, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     parts = torch.arange(num_clips).split(max(num_clips - 5, 1)) if num_clips else ()
     failure = FailedSample(99, "broken", "undecodable", "no picture in it")
@@ -71,7 +71,7 @@ def evaluate_model(model: nn.Module, num_clips: int = 40, **changes: Any) -> Rec
 
 
 def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> None:
-    flat_loss = 31 / 32  # of 32 values whose unbiased variance is 1
+    flat_loss = 31 / 32  # for 32 values with an unbiased variance of 1
     for factor in (1.0, 0.0, 0.5, 2.0):
         outcome = evaluate_model(Known(factor))
         assert outcome.loss == pytest.approx((1 - factor) ** 2 * flat_loss, abs=1e-5)
@@ -125,7 +125,7 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     result = json.loads(path.read_text())
     assert (result["split"], result["num_samples"], result["step"], result["failed"]) == ("val", 3, 2, [])
     assert result["mask"].startswith("the same 12 of 16 patches at all 2 time steps") and result["share_hidden"] == 0.75
-    # 20 frames of 0.1 s from 2 s on: 4 frames, 2 apart, in the middle of them.
+    # The chunk has 20 frames of 0.1 s, starting at 2 s. The clip has 4 frames with stride 2 from its middle.
     assert [clip["key"] for clip in result["shown"]] == ["d_000000000", "d_000002000", "d_000004000"]
     assert (result["shown"][1]["begin_s"], result["shown"][1]["end_s"]) == pytest.approx((2.6, 3.3))
     original, masked = (picture_of(result["shown"][0][name][1]) for name in ("original", "masked"))
@@ -142,7 +142,7 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert "shown" not in again and again["loss"] == pytest.approx(result["loss"], rel=1e-6)
     assert train("eval", "reconstruction", run.path, "--split", "train", "--max-samples", 5) == 0
     assert "explained" in capsys.readouterr().out
-    assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 5  # every second of 9
+    assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 5  # every second of 9 clips
     assert train("eval", "reconstruction", run.path, "--max-samples", 0) == 2
     assert "--max-samples is 0" in capsys.readouterr().err
 
@@ -157,13 +157,14 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     )
     assert path.read_bytes() == run_address
     page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
-    assert page.count(marked) == 2  # beside its numbers and its pictures
+    assert page.count(marked) == 2  # beside the numbers and the images of the other data
     assert 0 < page.index("<h2>Reconstructions</h2>") < page.index("elsewhere_000000000")
     assert page.rindex("3 clips, 75.0 % masked") < page.index(marked) < page.rindex("1 clip, 75.0 % masked")
 
     overview = tmp_path / "index.html"
     assert train("overview", run.path, "--out", overview) == 0
-    assert overview.read_text().count("data: " + html.escape(str(other))) == 1  # its number; pictures are the run's own
+    # The overview repeats only the number, because the images belong to the run's own data.
+    assert overview.read_text().count("data: " + html.escape(str(other))) == 1
     for result_file in run.results():
         if result_file != result_path:
             result_file.unlink()
@@ -199,7 +200,7 @@ def test_latents_are_shown_in_false_colours(tmp_path: Path) -> None:
     assert train("mae", "--shards", data_dir, *flags, "--steps", 1, "--batch", 2, "--out", run.path) == 0
     result = json.loads(run.evaluation("reconstruction-train").read_text())
     assert result["has_few_pixels"] and "False colours" in result["picture_rule"] and result["num_samples"] == 4
-    shown = result["shown"][1]  # of 20 frames, the second 8, of which the middle 4: a second of them, from 2.5 s on
+    shown = result["shown"][1]  # the second segment of 8 frames, whose middle 4 frames last one second, from 2.5 s on
     assert (shown["key"], shown["begin_s"], shown["end_s"]) == ("a_000000000", 2.5, 3.5)
     latents = noise(Chunk("a", 0, 20, frame=(4, 8, 8)))[10:14, :3].astype(np.float32).transpose(0, 2, 3, 1)
     expected = np.clip((latents + 2) / 4, 0, 1) * 255

@@ -1,4 +1,4 @@
-"""What is to be predicted, beside a loop over cubes, channels and values."""
+"""Targets of prediction, compared with a loop over cubes, channels and values."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def slowly(pixels_CTHW: torch.Tensor, number: int, *, t: int, p: int) -> torch.Tensor:
-    """The target of one cube, [t * p * p * C], from pixels."""
+    """Return the target of one cube, [t * p * p * C], computed from pixels in a loop."""
     num_channels, _, height, width = pixels_CTHW.shape
     columns = width // p
     step, place = divmod(number, height // p * columns)
@@ -34,8 +34,8 @@ def slowly(pixels_CTHW: torch.Tensor, number: int, *, t: int, p: int) -> torch.T
 def test_targets_of_pixels_are_normalised_within_cube_and_channel() -> None:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(2, 3, 4, 8, 12, generator=generator, dtype=torch.float64)
-    pixels[0, 1, :2, :4, :4] = 0.3  # nothing to divide by
-    pixels[0, 2, :2, :4, :4] *= 1e-6  # as little as the 1e-6
+    pixels[0, 1, :2, :4, :4] = 0.3  # the standard deviation is 0
+    pixels[0, 2, :2, :4, :4] *= 1e-6  # the standard deviation is as small as the added 1e-6
     mean, std = (torch.tensor(three, dtype=torch.float64).view(3, 1, 1, 1) for three in (MEAN, STD))
     numbers = torch.tensor([[0, 5, 11], [2, 3, 7]])
     before = pixels.clone()

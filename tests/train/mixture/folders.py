@@ -1,4 +1,4 @@
-"""Data folders to mix, whose videos differ in what those of a mixture may differ in."""
+"""Data folders to mix, whose videos differ in every property that may differ within a mixture."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ CHUNK_FRAMES = 20
 
 @dataclass(frozen=True)
 class Video:
-    """A video of two chunks, with two captions that begin with `words` and have the labels `moves`."""
+    """A video of two chunks, with two captions that start with `words` and have the labels `moves`."""
 
     name: str
     split: str
@@ -22,7 +22,7 @@ class Video:
 
 
 def videos(splits: dict[str, str], *, words: str, fps: int, size_px: int, moves: tuple[str, str]) -> list[Video]:
-    """Videos that differ in name and split."""
+    """Return videos that differ in name and split."""
     return [Video(name, split, f"{words} {name}", fps, size_px, moves) for name, split in splits.items()]
 
 
@@ -37,7 +37,7 @@ FAR = videos({"a": "train", "q": "train", "r": "val", "s": "val"}, words="far", 
 
 
 def write_folder(data_dir: Path, content: Iterable[Video]) -> Path:
-    """A data folder of these videos."""
+    """Write a data folder of these videos."""
     content = list(content)
     for shard_id, split in enumerate(("train", "val")):
         samples = [

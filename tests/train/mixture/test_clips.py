@@ -1,4 +1,4 @@
-"""Mixtures of clips: what a batch holds, resuming on other ranks, failures, and losses that keep state per sample."""
+"""Mixtures of clips: contents of batches, resuming on other ranks, failures, and losses with per-sample state."""
 
 import shutil
 from dataclasses import replace
@@ -51,14 +51,14 @@ def mixture(*folders: Path, world: World = ONE, **more: Any) -> MixedSamples:
 
 
 def rows(loaded: list[LoadedBatch]) -> list[tuple[int, ...]]:
-    """Position, clip and caption of each sample, by position."""
+    """Return position, clip and caption of each sample, ordered by position."""
     names = ("position", "clip_id", "caption_id")
     each = [[loaded_batch.batch[name].tolist() for name in names] for loaded_batch in loaded]  # type: ignore[literal-required]
     return sorted(row for entry in each for row in zip(*entry, strict=True))
 
 
 def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
-    """Whatever the size and frame rate of a folder's videos; ids and classes are counted over both."""
+    """Folders may differ in frame size and rate. Ids and classes are numbered across both folders."""
     mixed = mixture(near, far)
     alone = [task_on(folder).training_set(ONE) for folder in (near, far)]
     assert (mixed.num_samples, mixed.num_clips, mixed.num_caption_ids) == (10, 10, 10)
@@ -87,7 +87,7 @@ def test_each_sample_is_that_of_its_own_folder(near: Path, far: Path) -> None:
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Path, group: int) -> None:
-    """Two batches by one process, then more by two; groups of three are resumed in the middle of one."""
+    """One process reads two batches, then two processes read more. Groups of three are resumed within a group."""
     more: dict[str, Any] = {"samples_per_chunk": group, "size_px": 16}
     whole = rows(list(islice(mixture(near, far, **more).batches(max_failures=0), 9)))
     begun = mixture(near, far, **more)
@@ -101,12 +101,12 @@ def test_a_run_goes_on_with_the_same_samples_on_other_ranks(near: Path, far: Pat
     resumed = rows([*first, *later])
     if group == 1:
         assert resumed == whole[: len(resumed)]
-    else:  # a group of three does not divide the share of a process: the same samples, in other batches
+    else:  # a group of three does not divide a rank's part of the batch, so the same samples are in different batches
         assert len(set(resumed)) == len(resumed) and set(resumed) <= set(whole)
 
 
 def damage_copy(folder: Path, to: Path) -> Path:
-    """A copy whose first chunk of the first video does not match its checksum."""
+    """Copy a folder, and damage the first chunk of the first video so that its checksum does not match."""
     shutil.copytree(folder, to)
     shard = Variant.open(to).shards()[0]
     content = bytearray(shard.tar_path.read_bytes())
@@ -133,7 +133,7 @@ def test_failures_name_their_folder_and_a_run_goes_on_after_them(near: Path, far
 
 
 def take_step(state: State, batch: Batch, task: DualEncoderTask, samples: MixedSamples | Samples[Any]) -> None:
-    """One optimizer step on a batch."""
+    """Take one optimizer step on a batch."""
     settings = task._settings
     step = next_step(state, samples, settings, world=ONE)
     loaded = LoadedBatch(to_device(batch, CPU), (), Cursor(state.cursor.position + settings.batch))
@@ -143,7 +143,7 @@ def take_step(state: State, batch: Batch, task: DualEncoderTask, samples: MixedS
 
 
 def test_state_per_sample_is_that_of_the_same_samples_in_one_folder(near: Path, far: Path, merged_data: Path) -> None:
-    """u and the temperature of each clip and caption (iSogCLR), and with them the weights, bit by bit."""
+    """u and the temperature of each clip and caption (iSogCLR), and therefore the weights, are bit-identical."""
     loss = Loss(kind="isogclr")
     mixed_task, merged_task = task_on(near, far, loss=loss), task_on(merged_data, loss=loss)
     mixed, whole = mixed_task.training_set(ONE), merged_task.training_set(ONE)
@@ -197,7 +197,8 @@ def test_mixtures_in_python(near: Path, far: Path) -> None:
 
 
 def test_where_selects_in_each_folder_and_not_in_their_evaluations(near: Path, far: Path) -> None:
-    where = "begin_s == 0 and text != 'near a begins'"  # 2 captions of `near`, all 4 of `far`, whose chunks are longer
+    # The expression selects 2 captions of `near` and all 4 of `far`, whose chunks are longer.
+    where = "begin_s == 0 and text != 'near a begins'"
     samples = mixture(near, far, where=where)
     assert samples.num_clips == 2 + 4
     task = task_on(near, far, where=where)

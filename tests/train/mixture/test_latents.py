@@ -1,4 +1,4 @@
-"""Mixtures of latents: every entry of a batch is that of its own folder."""
+"""Mixtures of latents: every entry of a batch equals the entry of its own folder."""
 
 import shutil
 from itertools import islice
@@ -44,7 +44,7 @@ def write(folder: Path, *, width: int = 8, **recipe: str) -> Written:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, Written]:
-    """Two folders that share the name of a video; captions of one of them have two sources."""
+    """Two folders that share the name of a video; the captions of one folder have two sources."""
     base = tmp_path_factory.mktemp("latents")
     return write(base / "near"), write(base / "far")
 
@@ -60,7 +60,7 @@ GIVEN: dict[str, Any] = {"split": "train", "segment": "5s", "batch": 4, "seed": 
 
 
 def compare(mixed: MixedSamples, alone: list[Samples[Any]], loaded: LoadedBatch) -> None:
-    """Each row with the batch of one that its own folder has at that position."""
+    """Compare each row with a batch of one sample that its own folder has at the same position."""
     batch, order = loaded.batch, mixed.folders.order
     for row, (position, clip) in enumerate(zip(batch["position"].tolist(), batch["clip_id"].tolist(), strict=True)):
         folder = int(order.folder_of(np.array([clip]))[0])

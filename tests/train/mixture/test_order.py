@@ -23,7 +23,7 @@ CASES = [
     (tuple(range(100, 110)), "7,10,3,10,10,1,50,1,2,50", 1),
     ((50, 60, 70), "101,2,101", 1),
 ]
-LENGTH = 9_600  # positions; whole groups in all cases
+LENGTH = 9_600  # positions; a multiple of the group size in all cases
 
 
 def make_order(sizes: tuple[int, ...], mix: str | None, group: int, *, seed: int = 3) -> MixedOrder:
@@ -31,20 +31,21 @@ def make_order(sizes: tuple[int, ...], mix: str | None, group: int, *, seed: int
 
 
 def walk_order(order: MixedOrder) -> tuple[np.ndarray, np.ndarray]:
-    """Sample and folder at each position; -1 where empty."""
+    """Return the sample and the folder at each position; -1 marks an empty position."""
     samples = order.at(np.arange(LENGTH))
     return samples, np.where(samples < 0, -1, order.folder_of(samples))
 
 
 @pytest.mark.parametrize(("sizes", "mix", "group"), CASES)
 def test_every_window_has_the_proportions(sizes: tuple[int, ...], mix: str | None, group: int) -> None:
-    """Give or take as many groups as docs/data.md says, and exactly after each period."""
+    """Each window has the proportions within the number of groups in docs/data.md, and each period has them exactly."""
     order = make_order(sizes, mix, group)
     folder = walk_order(order)[1].reshape(-1, group)[:, 0]  # the first position of a group is never empty
     period = sum(order.weights)
     for number, share in enumerate(order.weights):
         before = np.cumsum(np.r_[0, folder == number])
-        surplus = before - np.arange(len(before)) * share / period  # of windows of any length: its differences
+        # A difference of two values is the surplus of the window between them.
+        surplus = before - np.arange(len(before)) * share / period
         assert np.ptp(surplus) <= 8 + (len(sizes) - 1).bit_length(), number
         ends = np.arange(0, len(before), order.period)
         assert (before[ends] * period == share * ends).all()
@@ -90,7 +91,7 @@ def test_a_group_is_of_one_folder(sizes: tuple[int, ...], mix: str | None, group
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_each_rank_gets_the_proportions(num_ranks: int) -> None:
-    """Also where the number of ranks and that of the folders have a divisor: folders may differ in speed."""
+    """The numbers of ranks and folders may have a common divisor. Folders may differ in speed."""
     for sizes, mix in (((100, 100), "1,1"), ((100,) * 8, None), ((100, 50, 50), "2,1,1"), ((101, 299), None)):
         order = make_order(sizes, mix, 1)
         for rank in range(num_ranks):

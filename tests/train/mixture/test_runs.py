@@ -1,4 +1,4 @@
-"""Runs on several data folders: what they record, how they resume, and what is evaluated."""
+"""Runs on several data folders: what they record, how they resume, and what they evaluate."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def shards(*folders: Path) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def finished_run(near: Path, far: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a loss that keeps state per sample, an evaluation in the loop, and captions chosen by source."""
+    """Run with a loss that keeps per-sample state, an evaluation in the loop, and captions weighted by source."""
     out = tmp_path_factory.mktemp("runs") / "mixed"
     words = ("dual-encoder", *shards(near, far), "--mix", "2,1", *SMALL, *STEPS, *SHOWN, "--loss.kind", "fastclip-v3")
     assert train(*words, "--evaluate.every", 3, "--out", out, *BEST) == 0

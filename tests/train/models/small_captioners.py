@@ -1,4 +1,4 @@
-"""Captioners of transformers that are small enough for float64 on a CPU, and ours with the same weights."""
+"""Small captioners for float64 on a CPU: transformers' model, and clipmill's model with the same weights."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ END, PAD = 60, 59
 
 
 def their_captioner(*, video_width: int = 32, text_width: int = 24, num_frames: int = NUM_FRAMES, seed: int = 0) -> Any:
-    """transformers' own captioner, float64: three blocks a part, patches of 8 px, every weight filled with noise."""
+    """Make transformers' captioner in float64, with three blocks per part, patches of 8 px, and random weights."""
     encoder = TimesformerConfig(
         image_size=IMAGE_PX,
         patch_size=8,
@@ -50,13 +50,13 @@ def their_captioner(*, video_width: int = 32, text_width: int = 24, num_frames: 
         part.decoder_start_token_id, part.eos_token_id, part.pad_token_id = END, END, PAD
     torch.manual_seed(seed)
     theirs = VisionEncoderDecoderModel(config=config).eval()
-    # In float32, which ours is read in.
+    # The weights are filled in float32, because clipmill reads them in float32.
     spread_out(theirs)
     return theirs.double()
 
 
 def ours_with_weights_of(theirs: Any, folder: Path, *, attend: Attend = attend_with_sdpa) -> Captioner:
-    """Our captioner, read from a folder that transformers wrote."""
+    """Return clipmill's captioner, read from a folder that transformers wrote."""
     theirs.save_pretrained(folder)
     return captioner_in(folder, attend=attend).double().eval()
 
@@ -64,7 +64,7 @@ def ours_with_weights_of(theirs: Any, folder: Path, *, attend: Attend = attend_w
 def captioner_in(
     folder: Path, *, attend: Attend = attend_with_sdpa, num_frames: int | None = None, image_px: int | None = None
 ) -> Captioner:
-    """Our captioner with the weights of a folder of transformers, as `--init.weights` starts one."""
+    """Return clipmill's captioner with the weights of a transformers folder, as `--init.weights` does."""
     config, source = read_caption_folder(folder).config, open_weights(Init(weights=str(folder)))
     assert config.video is not None and config.decoder is not None and source is not None
     tower = TimeSformer(
@@ -79,18 +79,18 @@ def captioner_in(
 
 
 def clips(num_clips: int, *, num_frames: int = NUM_FRAMES, image_px: int = IMAGE_PX, seed: int = 0) -> torch.Tensor:
-    """Clips [B, 3, T, H, W]."""
+    """Return random clips [B, 3, T, H, W]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_clips, 3, num_frames, image_px, image_px, generator=generator, dtype=torch.float64)
 
 
 def for_them(video_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Clips as transformers take them, [B, T, C, H, W]."""
+    """Transpose clips to the layout of transformers, [B, T, C, H, W]."""
     return video_BCTHW.transpose(1, 2)
 
 
 def targets(*lengths: int, seed: int = 0) -> torch.Tensor:
-    """Captions as targets, int64 [B, L]: so many tokens, an end, -100 behind it."""
+    """Return random captions of the given lengths as targets, int64 [B, L]: tokens, the end token, padding of -100."""
     generator = torch.Generator().manual_seed(seed)
     targets_BL = torch.full((len(lengths), max(lengths) + 1), -100)
     for row, length in enumerate(lengths):

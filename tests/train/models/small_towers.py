@@ -1,4 +1,4 @@
-"""Towers small enough for float64 on a CPU, with weights large enough that everything in them counts."""
+"""Towers small enough for float64 on a CPU, with weights large enough that every part affects the result."""
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ from clipmill.train.models.transformer import TransformerSize
 from clipmill.train.models.video_vit import VideoViTSize
 
 PLAIN = Towers()
-END = 99  # the largest of the ids
+END = 99  # the largest id
 
 
 def small_size(towers: Towers = PLAIN) -> DualEncoderSize:
-    """Three blocks of width 32 a tower, patches of 8 px, 100 ids, captions of 12 tokens at most."""
+    """Return a size with three blocks of width 32 per tower, patches of 8 px, 100 ids and 12 tokens per caption."""
     trunk = TransformerSize(width=32, depth=3, num_heads=4, activation=towers.activation or "gelu")
     return DualEncoderSize(
         video=VideoViTSize(trunk=trunk, patch_px=8, cube_frames=tubelet_of(towers)),
@@ -27,7 +27,7 @@ def small_size(towers: Towers = PLAIN) -> DualEncoderSize:
 def small_encoder(
     towers: Towers = PLAIN, *, num_frames: int = 4, attend: Attend = attend_with_sdpa, seed: int = 0
 ) -> DualEncoder:
-    """A float64 encoder of clips of 32 px."""
+    """Make a float64 encoder for clips at 32 px."""
     torch.manual_seed(seed)
     encoder = DualEncoder(small_size(towers), image_px=32, num_frames=num_frames, attend=attend, towers=towers).double()
     spread_out(encoder)
@@ -37,14 +37,14 @@ def small_encoder(
 
 
 def spread_out(module: nn.Module) -> None:
-    """Fills all parameters, gains and biases too, so that none is left out unseen."""
+    """Fill all parameters, including gains and biases, so that an omitted parameter changes the result."""
     for name, parameter in module.named_parameters():
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         nn.init.normal_(parameter, mean=1.0 if is_gain else 0.0, std=0.2)
 
 
 def captions(*lengths: int, seed: int = 0) -> torch.Tensor:
-    """Token ids [B, 12] of captions with so many tokens, the end's included, zeros behind."""
+    """Return token ids [B, 12] of captions with the given numbers of tokens, including the end token; padding is 0."""
     generator = torch.Generator().manual_seed(seed)
     tokens_BL = torch.zeros(len(lengths), 12, dtype=torch.int64)
     for row, length in enumerate(lengths):
@@ -54,12 +54,12 @@ def captions(*lengths: int, seed: int = 0) -> torch.Tensor:
 
 
 def clips(num_clips: int, num_frames: int = 4, *, seed: int = 0) -> torch.Tensor:
-    """Clips [B, 3, T, 32, 32]."""
+    """Return random clips [B, 3, T, 32, 32]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_clips, 3, num_frames, 32, 32, generator=generator, dtype=torch.float64)
 
 
 def gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters by name."""
+    """Return the gradients of all parameters by name."""
     names, parameters = zip(*module.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))

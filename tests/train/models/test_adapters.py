@@ -1,4 +1,4 @@
-"""Low-rank adapters: the same numbers and gradients as peft's, in every kind of block, and after merging."""
+"""Low-rank adapters: same outputs and gradients as peft, in every kind of block, and after merging."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ WIDTH, RANK, ALPHA = 16, 3, 6
 
 
 def adapt(tower: nn.Module, *, targets: tuple[Target, ...] = ("attention", "mlp")) -> Any:
-    """In float64, with adapters that have learned something."""
+    """Convert a tower to float64, and add adapters with nonzero weights."""
     tower.double()
     add_adapters(tower, rank=RANK, scale=ALPHA / RANK, targets=targets)
     generator = torch.Generator().manual_seed(1)
@@ -50,12 +50,12 @@ def captioner() -> Captioner:
 
 
 def test_outputs_and_gradients_are_those_of_peft() -> None:
-    """A block of transformers' CLIP, whose projections of q, k and v are layers with adapters of their own."""
+    """A block of transformers' CLIP has separate layers with separate adapters for q, k and v."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(
         hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=2, hidden_act="gelu", attention_dropout=0.0
     )
-    config._attn_implementation = "sdpa"  # the other one computes a softmax in float32
+    config._attn_implementation = "sdpa"  # the other implementation computes the softmax in float32
     theirs: Any = CLIPEncoderLayer(config).double()
     ours: Any = Block(TransformerSize(width=WIDTH, depth=1, num_heads=2), attend=attend_with_sdpa).double()
     qkv = qkv_of(theirs)
@@ -74,7 +74,7 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     model: Any = nn.ModuleDict({"layer": theirs})
     with_adapters: Any = peft.get_peft_model(model, peft_config)
     adapt(ours)
-    # One matrix A for all three, which is what an adapter of the fused projection is.
+    # The adapter of the fused projection corresponds to one matrix A for all three layers.
     fused = [
         (layer, ours.attn.lora.A, rows) for layer, rows in zip(qkv_of(theirs), ours.attn.lora.B.chunk(3), strict=True)
     ]
@@ -175,7 +175,7 @@ def test_new_adapters_change_nothing() -> None:
 
 
 def test_a_language_model_keeps_its_adapters_when_those_of_the_tower_are_merged() -> None:
-    """A matrix of GPT-2 in transformers is [I, O]: a square one would take the product as it is."""
+    """transformers stores GPT-2 matrices as [I, O], so a product of the wrong orientation would fit a square matrix."""
     parts = ("weight", "lora_A.default.weight", "lora_B.default.weight")
     names = [f"{layer}.{part}" for layer in ("video.model.proj", "decoder.h.0.attn.c_proj") for part in parts]
     tensors = {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}

@@ -1,4 +1,7 @@
-"""Every implementation of attention against the formula on a CPU (a GPU's are in tests/gpu), and how one is chosen."""
+"""Every implementation of attention compared with the formula on a CPU, and the choice of an implementation.
+
+The tests for GPUs are in tests/gpu.
+"""
 
 import sys
 from importlib import import_module
@@ -24,19 +27,19 @@ LENGTHS = (3, 1, 7, 3, 2, 7)
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, may_see: torch.Tensor) -> torch.Tensor:
-    """Attention written out; `may_see` [M, M] says which keys (columns) a query (row) sees."""
+    """Compute attention explicitly; `may_see` [M, M] marks the keys (columns) that a query (row) sees."""
     scores = torch.einsum("bmhk,bnhk->bhmn", q, k) / q.shape[-1] ** 0.5
     return torch.einsum("bhmn,bnhk->bmhk", scores.masked_fill(~may_see, -torch.inf).softmax(-1), v)
 
 
 def masks(num_tokens: int) -> dict[bool, torch.Tensor]:
-    """What a token sees, by whether attention is causal."""
+    """Return the mask of visible tokens for attention that is causal (True) or not (False)."""
     everything = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
     return {False: everything, True: everything.tril()}
 
 
 def own_past(lengths: tuple[int, ...]) -> torch.Tensor:
-    """What a token of packed sequences sees."""
+    """Return the mask of visible tokens for packed causal sequences."""
     return torch.block_diag(*(torch.ones(length, length) for length in lengths)).tril().bool()
 
 
@@ -174,8 +177,8 @@ def test_sequences_that_fit_in_no_tile_together_are_computed_one_by_one() -> Non
 @pytest.mark.parametrize(
     ("tokens", "heads", "width", "packed", "most"),
     [
-        (1, 1, 8, False, 65_535),  # a dimension of CUDA's grid
-        (785, 12, 64, False, 3_120),  # 32 bits for a gradient of 896 tokens, 12 heads and 64 numbers each
+        (1, 1, 8, False, 65_535),  # limit of a dimension of CUDA's grid
+        (785, 12, 64, False, 3_120),  # 32-bit indices for gradients of 896 tokens, 12 heads and 64 values each
         (3_137, 12, 64, False, 873),
         (128, 8, 64, False, 32_768),
         (128, 8, 80, False, 16_384),

@@ -1,4 +1,4 @@
-"""The names of kernels: xformers' own dispatcher is asked about GPUs that are not here, by tensors without memory."""
+"""Names of attention kernels: xformers' dispatcher is asked about absent GPUs, with tensors that have no memory."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def qkv_of(dtype: torch.dtype, *, device: str = "cpu", needs_gradient: bool = Tr
     ("capability", "dtype", "kernels"),
     [
         ((8, 0), torch.bfloat16, FLASH),
-        ((9, 0), torch.bfloat16, FLASH),  # no FlashAttention 3: no wheel of xformers 0.0.35 has it
+        ((9, 0), torch.bfloat16, FLASH),  # no FlashAttention 3, because no wheel of xformers 0.0.35 contains it
         ((9, 0), torch.float16, FLASH),
         ((12, 0), torch.bfloat16, FLASH),
         ((9, 0), torch.float32, CUTLASS),
@@ -82,8 +82,8 @@ def test_sdpa_on_a_cpu_is_torchs_flash(attention: str) -> None:
 
 
 def test_the_kernel_is_the_one_that_runs() -> None:
-    # Grouped queries and such aside, torch's flash for CPUs takes no tensors of integers or of three dimensions; this
-    # is what the profiler sees of a call.
+    # This compares the kernel with the profiler's record of a call. torch's flash kernel for CPUs also rejects, for
+    # example, grouped queries, integer tensors and three-dimensional tensors.
     qkv = qkv_of(torch.float32)
     with torch.profiler.profile() as seen:
         attend_with_sdpa(*qkv)

@@ -1,4 +1,4 @@
-"""Which attention kernel each preset gets on each generation of GPUs, by xformers' dispatcher: docs/models.md."""
+"""The attention kernel of each preset on each GPU generation, according to xformers' dispatcher: docs/models.md."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention: what is computed, width of a head, precision of the preset."""
+    """A call of attention: the kind of tokens, the width of a head, and the precision of the preset."""
 
     what: str
     width: int
@@ -48,7 +48,7 @@ class Call:
 
 
 def calls_of(settings: ClipSettings) -> list[Call]:
-    """All kinds of calls that a preset makes; towers of libraries have an attention of their own."""
+    """Return all kinds of calls that a preset makes; towers from libraries have their own attention."""
     if settings.towers.image is not None:
         return []
     size = size_of(settings.model, settings.towers)
@@ -64,12 +64,12 @@ def calls_of(settings: ClipSettings) -> list[Call]:
 
 
 def kernel_of(call: Call, capability: tuple[int, int]) -> str:
-    """The kernels of a call on a GPU, or SDPA with xformers' own reason."""
+    """Return the kernels of a call on a GPU, or xformers' reason for falling back to SDPA."""
     precision = call.precision
     if precision == "auto":
         precision = "bf16" if capability >= (8, 0) else "fp32"
     device, is_packed = torch.device("cuda", 0), call.what == "packed captions"
-    # The layout has real numbers, on the CPU: the dispatcher looks at the tensors of heads alone.
+    # The layout holds real numbers on the CPU, because the dispatcher only checks the query, key and value tensors.
     packing = pack(LENGTHS, device=torch.device("cpu")) if is_packed else None
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -82,7 +82,7 @@ def kernel_of(call: Call, capability: tuple[int, int]) -> str:
 
 
 def table() -> str:
-    """The two tables of docs/models.md: the kernels with xformers' reasons, and the presets that make each call."""
+    """Return the tables of docs/models.md: the kernels with xformers' reasons, and the presets that make each call."""
     calls: dict[tuple[str, ...], dict[str, None]] = {}
     presets: dict[tuple[str, ...], list[str]] = {}
     reasons: dict[str, int] = {}
@@ -90,10 +90,10 @@ def table() -> str:
         for name in presets_of(spec.settings):
             try:
                 settings = load_settings(preset_path(name, spec.settings.command), spec.settings)
-            except UserError:  # a preset of another task, whose names this one has too
+            except UserError:  # a preset of a different task with the same name
                 continue
             for call in calls_of(settings):
-                # One reason serves all GPUs that are too new: their columns have the capability.
+                # All GPUs that are too new share one reason, because their columns state the capability.
                 kernels = [
                     kernel_of(call, capability).replace(f"capability {capability}", "a higher one")
                     for capability in GPUS
@@ -123,7 +123,7 @@ def test_the_documentation_has_the_kernel_of_every_preset_on_every_gpu(repositor
 
 
 def test_the_table_has_every_generation_that_torch_supports() -> None:
-    """Kernels for a major capability run on its higher minor ones."""
+    """Kernels for a major capability also run on its higher minor versions."""
     built = {(int(arch[3:-1]), int(arch[-1])) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()}
     assert built <= set(GPUS), built
 

@@ -1,4 +1,4 @@
-"""The captioner against transformers' VisionEncoderDecoderModel, whole and in parts."""
+"""The captioner compared with transformers' VisionEncoderDecoderModel, as one model and in parts."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -56,7 +56,7 @@ def test_logits_loss_and_gradients_are_transformers(tmp_path: Path, video_width:
     logits = ours(video, shift_targets(target_ids, end_id=END))
     is_said = target_ids >= 0
     assert expected.logits.std() > 0.1
-    # They fill up with another token, whose logits nobody looks at.
+    # transformers pads with a different token, whose logits are not compared.
     torch.testing.assert_close(logits[is_said], expected.logits[is_said], atol=1e-11, rtol=0)
     loss = loss_of(logits, target_ids)
     torch.testing.assert_close(loss, expected.loss, atol=1e-12, rtol=0)
@@ -123,7 +123,7 @@ def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str)
         for part in parts:
             for name, parameter in part.named_parameters():
                 assert parameter.grad is not None, name
-                # The two ends of the tied embedding have a part of its gradient each.
+                # Each end of the tied embedding has a part of its gradient.
                 assert name not in losses or name == TIED
                 losses[name] = losses[name] + parameter.grad if name in losses else parameter.grad
         assert losses.keys() == expected.keys()

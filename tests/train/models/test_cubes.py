@@ -1,4 +1,4 @@
-"""Cubes of one frame or more, and what places them in time."""
+"""Cubes of one or more frames, and their temporal embeddings."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_a_temporal_embedding_begins_as_settings_say() -> None:
 def test_a_temporal_embedding_for_more_frames_is_linear_between_the_centres_of_the_old() -> None:
     old = torch.tensor([[0.0, 8.0], [4.0, 0.0], [8.0, 8.0], [12.0, 0.0]])
     new = resample_temporal(old, 16)
-    # Part i of 16 has its centre at (i + 1/2) / 4 - 1/2 of the old parts.
+    # The center of part i of 16 is at (i + 1/2) / 4 - 1/2, in units of the old parts.
     centres = ((torch.arange(16) + 0.5) / 4 - 0.5).clamp(0, 3)
     torch.testing.assert_close(new[:, 0], 4 * centres)
     between = centres.frac()

@@ -1,4 +1,4 @@
-"""Linear layers of few rows are linear layers."""
+"""Linear layers with few rows compute the same result as other linear layers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What training leaves out at random: patches of clips, and blocks."""
+"""Parts that training drops at random: patches of clips, and blocks."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_class_token_stays_and_the_asked_share_of_cubes(dropout: float, num_
     kept_BLD = tokens_that_reach_the_blocks(tower.train(), video)
     assert (all_BLD.shape[1], kept_BLD.shape[1]) == (1 + 4 * 16, 1 + num_kept)
     torch.testing.assert_close(kept_BLD[:, 0], all_BLD[:, 0], atol=0, rtol=0)
-    # Each kept token is one of the clip's own, with the place that it has there, and none comes twice.
+    # Each kept token is a token of the clip at its own position, and no token occurs twice.
     distances = (kept_BLD[:, 1:, None] - all_BLD[:, None, 1:]).abs().amax(dim=3) < 1e-12
     assert (distances.sum(dim=2) == 1).all() and (distances.sum(dim=1) <= 1).all()
 
@@ -111,7 +111,7 @@ def test_branches_are_kept_as_often_as_said_and_keep_the_mean() -> None:
 
 @pytest.mark.parametrize("probability", [0.05, 0.1, 0.3])
 def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 has no 1 / 0.9: a branch that is kept as often as in float32 would be 0.16 % too small on average."""
+    """bfloat16 cannot represent 1 / 0.9: kept as often as in float32, a branch would be 0.16 % too small on average."""
     evenly = torch.arange(100_000) / 100_000
     monkeypatch.setattr(torch, "rand", lambda *shape, device: evenly[None, :, None, None])
     branches = draw_branch_scales(torch.zeros(100_000, 1, 1, dtype=torch.bfloat16), probability, count=1)
@@ -121,4 +121,4 @@ def test_branches_keep_the_mean_in_half_precision(probability: float, monkeypatc
 def test_cubes_that_are_left_out_get_no_gradient_of_their_places() -> None:
     tower = small_encoder(Towers(patch_dropout=0.9), num_frames=1).train().video
     gradient = gradients(tower, tower(clips(1, 1)).sum())["positional_embedding"]
-    assert (gradient.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token and one cube of 16 get gradients
+    assert (gradient.abs().sum(dim=1) > 0).sum() == 1 + 1  # the class token and one of 16 cubes get gradients

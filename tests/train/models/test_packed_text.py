@@ -1,4 +1,4 @@
-"""Packed captions against padded ones."""
+"""Packed captions compared with padded captions."""
 
 import pytest
 import torch
@@ -55,14 +55,14 @@ def test_a_caption_that_was_cut_has_its_end_in_the_last_place() -> None:
 
 
 def test_positions_get_the_same_gradient_from_any_number_of_threads() -> None:
-    """Rows of many captions are added to that of each position, in one order."""
+    """The rows of many captions are added to the gradient of each position in a fixed order."""
     tokens, before = captions(*[12] * 1000), torch.get_num_threads()
     outputs = []
     try:
         for num_threads in (1, 2, 2, 2):
             torch.set_num_threads(num_threads)
             tower = text_tower(is_packed=True).float()
-            # Without the blocks, whose products are rounded differently by another number of threads.
+            # Blocks are omitted, because the rounding of their products depends on the number of threads.
             tower.transformer.forward = lambda x, **_: x  # type: ignore[method-assign]
             rows: list[torch.Tensor] = []
             tower.ln_final.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(inputs[0]))

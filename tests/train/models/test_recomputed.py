@@ -1,4 +1,4 @@
-"""Blocks that are computed twice, compiled, in half precision or side by side on ranks give what plain ones give."""
+"""Recomputed, compiled, half-precision and sharded blocks give the results of ordinary blocks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ LEFT_OUT = {"patch_dropout": 0.5, "drop_path": 0.3}
 def step(
     model: DualEncoder, *, captions_BL: torch.Tensor = CAPTIONS, seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss and its gradients, with whatever is random drawn from `seed`."""
+    """Return a loss and its gradients, with all random numbers drawn from `seed`."""
     torch.manual_seed(seed)
     video, text = model.train()(clips(4), captions_BL)
     loss = ((video @ text.T) ** 2).sum()
@@ -63,7 +63,7 @@ def test_generator_states_are_kept_only_where_something_is_drawn(
 
 
 def count_calls(model: DualEncoder) -> list[int]:
-    """How often each block has been called; the list grows true as it happens."""
+    """Return a list of the number of calls of each block, which is updated with each call."""
     blocks = blocks_of(model)
     calls = [0] * len(blocks)
 
@@ -121,7 +121,8 @@ def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(backend: str) -
     for lengths in ((2, 5, 12, 7), (3, 4, 5, 6), (12, 12, 11, 2)):
         outcome = step(compiled, captions_BL=captions(*lengths))
         torch.testing.assert_close(outcome, step(plain, captions_BL=captions(*lengths)), atol=1e-11, rtol=0)
-    # Clips, captions of one total length, captions of any: not one for each of six blocks and each batch.
+    # There are graphs for clips, for captions of one total length and for captions of any length, not one for each
+    # block and batch.
     assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
     with torch.no_grad():
@@ -136,7 +137,7 @@ def test_gradients_are_finite_and_close_in_half_precision(dtype: torch.dtype) ->
     model = small_encoder(towers).float()
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=dtype):
-        # The same draws as in float64: drawn cubes and branches have dtypes of their own.
+        # The draws equal those in float64, because the dtypes of drawn cubes and branches do not depend on the model.
         video, text = model.train()(clips(4).float(), CAPTIONS)
         loss = ((video @ text.T) ** 2).sum()
     gradients_found = gradients(model, loss)
@@ -155,7 +156,7 @@ def test_the_units_of_a_model_are_its_blocks() -> None:
 
 @pytest.mark.parametrize("kind", [Block, Gpt2Block, DividedBlock, SpaceTimeBlock])
 def test_no_tokens_of_a_block_are_cast_in_half_precision(kind: Any) -> None:
-    """Its parameters are; layer norms take tokens in bfloat16, and compute their statistics in float32 inside."""
+    """Parameters are cast. Layer norms take bfloat16 tokens and compute their statistics in float32 internally."""
     casts: list[torch.Size] = []
 
     class Casts(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""TimeSformer against transformers', with the same weights."""
+"""TimeSformer compared with transformers' model with the same weights."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ FRAMES, PATCHES = 4, 16
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed again for large clips is for these."""
+    """Recompute values for the small clips of these tests, too."""
     monkeypatch.setattr("clipmill.train.models.timesformer.MIN_RECOMPUTED_VALUES", 0)
 
 
@@ -59,7 +59,7 @@ def our_weights(theirs: TimesformerModel) -> dict[str, torch.Tensor]:
 
 
 def in_their_order(tokens_BLD: torch.Tensor, *, patches: int = PATCHES) -> torch.Tensor:
-    """Theirs are patch by patch, ours frame by frame."""
+    """Reorder tokens from frame by frame (clipmill) to patch by patch (transformers)."""
     by_frame = tokens_BLD[:, 1:].unflatten(1, (FRAMES, patches))
     return torch.cat([tokens_BLD[:, :1], by_frame.transpose(1, 2).flatten(1, 2)], dim=1)
 
@@ -90,7 +90,7 @@ def test_pictures_of_another_size_are_transformers_with_the_nearest_places(their
 def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: TimesformerModel) -> None:
     for num_frames in (3, 8):
         embeddings = theirs.embeddings
-        # Pictures of zeros: what is left are the places.
+        # The frames are zeros, so only the positions remain.
         video = torch.zeros(1, num_frames, 3, 32, 32, dtype=torch.float64)
         embedded = embeddings(video)[0, 1:].unflatten(0, (PATCHES, num_frames))
         bias = embeddings.patch_embeddings.projection.bias
@@ -112,7 +112,7 @@ def test_less_is_kept_for_the_backward_pass_than_of_all_that_is_computed(theirs:
 
 
 def kept_values(model: torch.nn.Module, video: torch.Tensor) -> int:
-    """Numbers that a forward pass leaves for the backward pass, parameters not counted."""
+    """Return the number of values that a forward pass stores for the backward pass, without parameters."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -36,7 +36,7 @@ def test_flags_of_the_towers_reach_the_run_and_its_evaluation(data_dir: Path, tm
     assert (towers.tubelet, towers.temporal, towers.embedding_width) == (2, "random", 64)
     assert (towers.packed_text, towers.activation_checkpointing, towers.drop_path_rule) == (False, True, "constant")
     packed, padded = (torch.tensor(losses(tmp_path / name)) for name in ("packed", "padded"))
-    # What is left out is drawn alike: the two differ by rounding alone.
+    # Both runs draw the same omissions, so their losses differ only by rounding.
     torch.testing.assert_close(packed, padded, atol=1e-3, rtol=0)
     assert train("eval", "retrieval", tmp_path / "packed", "--shards", data_dir) == 0
 
@@ -56,7 +56,7 @@ def test_weights_of_another_size_start_with_the_flags_that_the_refusal_names(
     hint = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("hint: "))
     needed = re.findall(r"--towers[.a-z-]+ \d+", hint)
     expected = re.findall(r"--towers[.a-z-]+ \d+", SIZED)
-    # The width of the embedding is taken from the weights.
+    # The weights determine the embedding width.
     assert sorted(needed) == sorted(flag for flag in expected if not flag.startswith("--towers.embedding-width"))
     assert train("dual-encoder", *start, *" ".join(needed).split()) == 0
     assert "tensors of the model copied unchanged" in capsys.readouterr().out
@@ -76,6 +76,6 @@ def test_every_task_takes_towers_of_any_size(moving: Path, tmp_path: Path, task:
 def test_heads_that_cannot_share_a_width_are_refused_before_training(data_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--towers\.text-width 50 is not a multiple of"):
         size_of("tiny", DualEncoderTowers(text_width=50, text_heads=3))
-    assert size_of("tiny", DualEncoderTowers(width=64)).video.trunk.num_heads == 2  # as wide as those of tiny
+    assert size_of("tiny", DualEncoderTowers(width=64)).video.trunk.num_heads == 2  # as wide as the heads of tiny
     flags = [*SMALL.split(), "--shards", data_dir, "--towers.heads", "3", "--out", tmp_path / "run"]
     assert train("dual-encoder", *flags) == 2 and not (tmp_path / "run").exists()

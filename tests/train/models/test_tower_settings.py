@@ -1,4 +1,4 @@
-"""Settings of the towers: what is refused, and in which words."""
+"""Settings of the towers: rejected values and their messages."""
 
 from typing import Any
 

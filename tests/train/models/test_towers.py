@@ -1,4 +1,4 @@
-"""The towers against open_clip's, with the same weights."""
+"""The towers compared with open_clip's towers, with the same weights."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def activation(request: pytest.FixtureRequest) -> Activation:
 
 @pytest.fixture
 def theirs(activation: Activation, tmp_path: Path) -> CLIP:
-    """open_clip's own model of the small size, made from a config file as users of open_clip make theirs."""
+    """open_clip's model of the small size, made from a configuration file as its users do."""
     name = f"small-{activation}"
     trunk = {"width": 32, "layers": 3}
     config = {
@@ -55,7 +55,7 @@ def theirs(activation: Activation, tmp_path: Path) -> CLIP:
 
 
 def under_our_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of open_clip's CLIP as the two towers name them."""
+    """Rename weights of open_clip's CLIP to the names of clipmill's towers."""
     renamed = {}
     for name, tensor in theirs.items():
         if name in ("logit_scale", "attn_mask"):
@@ -173,5 +173,5 @@ def test_captions_have_the_tokens_of_open_clip_whatever_is_in_them() -> None:
     texts = ["", " ", "a", "word " * 200, "a  b", "salt &amp; pepper", "&lt;b&gt; it"]
     for characters in (ascii_only, ascii_only + 5 * odd):
         texts += ["".join(random.choice(characters, random.integers(1, 120))) for _ in range(400)]
-    for text in texts * 2:  # the second time words are remembered
+    for text in texts * 2:  # the second pass uses cached words
         assert ours(text).tolist() == theirs([text])[0].tolist(), repr(text)

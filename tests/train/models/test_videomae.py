@@ -1,4 +1,4 @@
-"""The videomae tower and the masked autoencoder beside transformers' classes with the same weights, in float64."""
+"""The videomae tower and the masked autoencoder equal transformers' classes, in float64 with the same weights."""
 
 import math
 from functools import partial
@@ -29,7 +29,7 @@ assert_equal = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 
 
 def autoencoder(towers: Towers = VIDEOMAE) -> MaskedAutoencoder:
-    """Of clips [B, 3, 4, 32, 32]: 2 steps of 16 patches."""
+    """Make an autoencoder for clips [B, 3, 4, 32, 32], with 2 time steps of 16 patches."""
     torch.manual_seed(0)
     model = MaskedAutoencoder(
         SIZE, decoder_depth=2, image_px=32, num_frames=4, attend=attend_with_sdpa, towers=towers
@@ -39,7 +39,7 @@ def autoencoder(towers: Towers = VIDEOMAE) -> MaskedAutoencoder:
 
 
 def config(**changes: Any) -> VideoMAEConfig:
-    """transformers' settings of the same sizes."""
+    """Return transformers' configuration for the same sizes."""
     values: dict[str, Any] = {
         **{"image_size": 32, "patch_size": 8, "num_frames": 4, "tubelet_size": 2, "norm_pix_loss": True},
         **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128},
@@ -61,7 +61,7 @@ def loss_of(
 
 
 def copy_weights(theirs: torch.nn.Module, ours: Module) -> Module:
-    """Our module with their weights."""
+    """Return clipmill's module with the weights of transformers."""
     ours.double().load_state_dict(from_hf_videomae(theirs.state_dict()).tensors)
     return ours
 
@@ -128,7 +128,7 @@ def test_what_is_not_decoded_changes_the_others_through_attention_alone() -> Non
     predicted = model(clips(2), masked, decoded)
     assert predicted.shape == (2, 12, 2 * 8 * 8 * 3) == (2, int((masked & decoded)[0].sum()), 384)
     assert torch.equal(predicted, model(clips(2), masked, decoded, num_masked=24, num_predicted=12))
-    # Without blocks in the decoder a cube's values do not depend on which others are decoded.
+    # Without blocks in the decoder, the values of a cube do not depend on which other cubes are decoded.
     model.decoder.transformer.resblocks = torch.nn.ModuleList()
     whole = model(clips(2), masked)
     places = torch.stack(

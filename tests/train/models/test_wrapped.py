@@ -1,4 +1,4 @@
-"""The towers inside torch's wrappers for many ranks; one rank shows whether their hooks suit the blocks."""
+"""The towers inside torch's wrappers for many ranks; one rank suffices to test their hooks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def _one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def gradients_of_steps(model: torch.nn.Module, towers: DualEncoder) -> dict[str, torch.Tensor]:
-    """Gradients added up over two steps of other lengths."""
+    """Return gradients accumulated over two steps with captions of different lengths."""
     for seed, lengths in enumerate([(2, 5, 12), (7, 3, 3)]):
         torch.manual_seed(seed)
         video, text = model.train()(clips(3), captions(*lengths))

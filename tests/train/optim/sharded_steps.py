@@ -1,4 +1,4 @@
-"""Steps of every optimizer with whole weights and with sharded ones, by each of two ranks."""
+"""Steps of every optimizer with unsharded and sharded weights, on each of two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Temperature(Objective):
 
 
 def compare_steps(folder: Path) -> None:
-    """One rank: fails where sharded weights do not become what whole ones do; else it writes down what it compared."""
+    """Run one rank: assert that sharded weights equal unsharded weights, and record the compared optimizers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -41,7 +41,7 @@ def compare_steps(folder: Path) -> None:
 
 def _model(mesh: DeviceMesh | None) -> nn.Sequential:
     torch.manual_seed(0)
-    # Rows that two ranks share unequally, and a bias of which the second has nothing.
+    # The rows are divided unevenly between two ranks, and the second rank has no part of the last bias.
     model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 1)).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -58,7 +58,7 @@ def _gather(tensor: Any) -> torch.Tensor:
 
 
 def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
-    """Norms of gradients, outputs with averages and without, and all weights and states after four steps."""
+    """Return gradient norms, outputs with and without averages, and all weights and states after four steps."""
     settings = TrainingSettings(
         lr=0.05, warmup_steps=2, steps=8, optimizer=OptimizerSettings(name=name, layer_decay=0.9)
     )
@@ -69,7 +69,7 @@ def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
     for step in range(1, 5):
         set_learning_rates(optimizer, step, settings, objective=objective)
         optimizer.zero_grad()
-        # Both ranks see the same rows, so that their mean is what one process has.
+        # Both ranks see the same rows, so their mean equals the result of one process.
         (((model(x) - 3) ** 2).mean() / objective.tau).backward()
         norm = clip_gradients([*model.parameters(), objective.tau], max_norm=1.0)
         optimizer.step()
@@ -77,7 +77,7 @@ def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
         seen.append(torch.tensor(norm, dtype=torch.float64))
     with ema.swap_in(model), torch.no_grad():
         seen.append(model(x))
-    # The next pass must gather the weights again, not go on with averages.
+    # The next pass must gather the weights again instead of using the averages.
     seen.append(model(x).detach())
     with torch.no_grad():
         seen.append(model(x))

@@ -1,4 +1,4 @@
-"""The average of the weights."""
+"""Exponential moving average of the weights."""
 
 import pytest
 import torch

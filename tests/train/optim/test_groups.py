@@ -1,4 +1,4 @@
-"""Which parameters decay, and which learn how fast."""
+"""Parameter groups: which parameters decay, and the learning rate of each layer."""
 
 import copy
 
@@ -63,7 +63,7 @@ def test_each_block_learns_slower_than_the_one_above_it(model: DualEncoder) -> N
         "video.class_embedding": 0.5**5,
         "video.temporal_embedding": 0.5**5,
         "video.ln_pre.weight": 0.5**5,
-        # A shallower tower is counted from its own top.
+        # Layers of a shallower tower are counted from its own last layer.
         "text.transformer.resblocks.1.attn.in_proj_weight": 0.5,
         "text.transformer.resblocks.0.attn.in_proj_weight": 0.25,
         "text.token_embedding.weight": 0.125,
@@ -76,7 +76,7 @@ def test_each_block_learns_slower_than_the_one_above_it(model: DualEncoder) -> N
 
 
 def test_a_tower_in_part_keeps_the_rates_of_the_whole(model: DualEncoder) -> None:
-    """Frozen first blocks, and those that another pipeline stage has, count as well; parts without rates do not."""
+    """Frozen first blocks and blocks of other pipeline stages also count as layers."""
     whole = groups_by_name(model, Temperature(), layer_decay=0.5)
     part = copy.deepcopy(model)
     freeze(part, [frozen_part("blocks:1")])

@@ -1,4 +1,4 @@
-"""The optimizers against FastCLIP's procedure 4, written down tensor by tensor, and against timm's."""
+"""The optimizers compared with FastCLIP's procedure 4, written tensor by tensor, and with timm's optimizers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Net(nn.Module):
-    """Matrices, gains, biases, an embedding; float64."""
+    """Small float64 model with matrices, gains, biases and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_lamb_and_lion_equal_timms(ours: Callable[..., Any], theirs: Callable[..
     for make in (ours, theirs):
         model = Net()
         with torch.no_grad():
-            model.norm.bias.zero_()  # has no norm to be adapted to
+            model.norm.bias.zero_()  # has a norm of 0, so its step cannot be adapted
         named = dict(model.named_parameters())
         for _ in steps_of(optimizer := make(named.values()), named):
             pass

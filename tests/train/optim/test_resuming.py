@@ -1,4 +1,4 @@
-"""Every optimizer, precision and average goes on from a checkpoint as if nothing had happened."""
+"""Resuming from a checkpoint is exact for every optimizer, precision and average."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.train.running import losses, weights_of
 def test_a_run_goes_on_with_moments_averages_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, precision: str
 ) -> None:
-    # Too large at first, so that steps are left out; soon doubled again.
+    # The scale is too large at first, so steps are skipped, and it is soon doubled again.
     monkeypatch.setattr("clipmill.train.device.precision._INITIAL_SCALE", 2.0**22)
     monkeypatch.setattr("clipmill.train.device.precision._STEPS_TO_DOUBLE", 3)
     chosen = {"optimizer": OptimizerSettings(name=name, ema=0.8, layer_decay=0.9), "precision": precision, "lr": 0.01}
@@ -47,7 +47,7 @@ def test_the_weights_to_evaluate_are_the_averages(tmp_path: Path) -> None:
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"
     train_plane(settings(plain))
     train_plane(settings(averaged, optimizer=OptimizerSettings(ema=0.99)))
-    assert losses(plain) == losses(averaged), "training does not know of them"
+    assert losses(plain) == losses(averaged), "averages must not affect training"
     assert not any(torch.equal(tensor, weights_of(plain)[key]) for key, tensor in weights_of(averaged).items())
 
 

@@ -19,7 +19,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 @pytest.mark.parametrize("num_warmup_steps", [1, 2, 131])
 def test_with_a_start_it_rises_and_falls_as_in_avions_code(num_warmup_steps: int) -> None:
-    """Its schedule in NumPy: a line of which both ends are steps, then half a cosine."""
+    """AVION's schedule in NumPy is a line with both ends included, followed by half a cosine."""
     start, peak, end, num_steps = 1e-6, 3e-5, 1e-5, 400
     after = np.arange(num_steps - num_warmup_steps)
     falling = end + 0.5 * (peak - end) * (1 + np.cos(np.pi * after / len(after)))

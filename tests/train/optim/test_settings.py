@@ -1,4 +1,4 @@
-"""--optimizer.*: what does not go together is said."""
+"""--optimizer.*: combinations of flags that are rejected."""
 
 from typing import Any
 

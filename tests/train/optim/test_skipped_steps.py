@@ -1,4 +1,4 @@
-"""Steps that the device leaves out leave no trace; those that it takes, and clipped gradients, are as they were."""
+"""Steps that the device skips leave no trace, and the other steps and clipped gradients do not change."""
 
 from copy import deepcopy
 from typing import Any
@@ -24,7 +24,10 @@ def fill(model: nn.Module, step: int, *, is_good: bool = True) -> None:
 
 
 def run(name: Any, good: list[bool], *, leaves_out: bool) -> dict[str, torch.Tensor]:
-    """Weights and state after steps, of which those that are not good are left out by the device, or never come."""
+    """Return weights and state after several steps.
+
+    Steps that are not good are either skipped by the device or not taken at all.
+    """
     model = Net().float()
     optimizer = make_optimizer(model, Temperature(), settings(name=name))
     for step, is_good in enumerate(good):
@@ -50,7 +53,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(
     state, expected = (run(name, good, leaves_out=leaves_out) for leaves_out in (True, False))
     assert state.keys() == expected.keys() and len(state) > len(list(Net().parameters()))
     for key, value in state.items():
-        # LAMB's corrections are the device's there, in float64 all the same.
+        # On a GPU, the device computes LAMB's corrections, but also in float64.
         assert torch.equal(value, expected[key]) or (name == "lamb" and is_gpus_way), key
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9)
 
@@ -100,7 +103,7 @@ def test_a_learning_rate_that_the_device_decides_is_a_learning_rate(name: Any) -
         model = Net().float()
         optimizer = make_optimizer(model, Temperature(), settings(name=name))
         for group in optimizer.param_groups:
-            # Only the objective's group has such a rate.
+            # Only the objective's group has such a learning rate.
             group["lr"], group["weight_decay"], group["adapts"] = lr, 0.0, False
         for step in range(3):
             fill(model, step)

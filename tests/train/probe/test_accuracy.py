@@ -1,4 +1,4 @@
-"""What counts as right."""
+"""Accuracy: which predictions count as correct."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from clipmill.train.evaluation.probe_classifiers import accuracy
 
 
 def test_shares_are_counted_by_clip_and_by_class() -> None:
-    # Ranks of the right class: 1, 2, 1, 6 of 6.
+    # The correct classes have ranks 1, 2, 1 and 6 of 6.
     scores = torch.tensor(
         [[9.0, 1, 0, 0, 0, 0], [9, 5, 0, 0, 0, 0], [0, 1, 2, 3, 4, 9], [1, 2, 3, 4, 5, 6]], dtype=torch.float64
     )
@@ -19,6 +19,6 @@ def test_shares_are_counted_by_clip_and_by_class() -> None:
 def test_ties_count_against_what_is_probed() -> None:
     alike = accuracy(torch.zeros(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3]))
     assert (alike.top1, alike.top5, alike.mean_class) == (0, 0, 0)
-    # A class that nothing votes for is below all, even where others have no vote either.
+    # A class without votes ranks below all other classes, even if they have no votes either.
     none = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     assert accuracy(none, torch.tensor([3])).top5 == 0

@@ -1,4 +1,4 @@
-"""Features of a split, by one rank and by two, and what becomes of samples that fail."""
+"""Features of a split on one rank and on two, and the handling of failed samples."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Colours:
-    """The first frame's colours, or their opposites."""
+    """Tower that returns the colours of the first frame, or their opposites."""
 
     def __init__(self, sign: float) -> None:
         self.sign = sign
@@ -41,8 +41,8 @@ def find_features(batches: list[LoadedBatch], world: World) -> ClipFeatures:
 @pytest.mark.parametrize(
     "parts",
     [
-        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one less
-        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has none
+        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one sample less
+        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has no sample
         ([[]], [[0, 1, 2], [3, 4, 5, 6], []]),
     ],
 )

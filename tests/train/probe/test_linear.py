@@ -1,4 +1,4 @@
-"""The linear layer: its optimum by other means, and what decides how much it is held back."""
+"""The linear probe: its optimum computed by other means, and the choice of its regularization."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ CLASSES = torch.tensor([1, 4, 5])
 
 
 def clips(num: int, *, seed: int, noise: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of very different sizes, two of them nearly alike, and classes that follow from them not quite."""
+    """Return features of very different sizes, two of them nearly equal, and classes that nearly follow from them."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num, 4, generator=draw)
     label = CLASSES[(hidden[:, :3] + noise * torch.randn(num, 3, generator=draw)).argmax(dim=1)]
@@ -28,7 +28,7 @@ def clips(num: int, *, seed: int, noise: float = 2.0) -> tuple[torch.Tensor, tor
 def objective(
     features: torch.Tensor, label: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, l2: float
 ) -> torch.Tensor:
-    """What is minimised, divided by the number of clips, of the definition."""
+    """Return the minimized objective from its definition, divided by the number of clips."""
     x = features.double()
     x = (x - x.mean(dim=0)) / x.std(dim=0, correction=0)
     target = torch.searchsorted(CLASSES, label)
@@ -37,13 +37,13 @@ def objective(
 
 
 def newton(features: torch.Tensor, label: torch.Tensor, *, l2: float) -> torch.Tensor:
-    """Weights and biases [C, D + 1] by Newton's method on the whole Hessian."""
+    """Return weights and biases [C, D + 1], computed by Newton's method on the complete Hessian."""
     num_classes, width = len(CLASSES), features.shape[1]
     theta = torch.zeros(num_classes * (width + 1), dtype=torch.float64)
 
     def value(flat: torch.Tensor) -> torch.Tensor:
         table = flat.view(num_classes, width + 1)
-        # What is added to all biases alike changes nothing: this makes the Hessian regular.
+        # A common offset of all biases changes nothing, so this term makes the Hessian nonsingular.
         return objective(features, label, table[:, :-1], table[:, -1], l2=l2) + 0.5 * table[:, -1].sum() ** 2
 
     for _ in range(30):
@@ -60,7 +60,7 @@ def test_it_is_the_optimum_that_newton_finds(l2: float) -> None:
     expected = newton(features, label, l2=l2)
     assert layer.classes_C.tolist() == CLASSES.tolist() and layer.gradient < 1e-6
     assert torch.allclose(layer.weight_CD, expected[:, :-1], atol=1e-4)
-    # Biases are told but for a number that all share.
+    # Biases are determined only up to a common offset.
     assert torch.allclose(layer.bias_C - layer.bias_C.mean(), expected[:, -1] - expected[:, -1].mean(), atol=1e-4)
 
 
@@ -112,7 +112,7 @@ def test_l2_is_the_one_with_which_held_out_videos_are_told_best() -> None:
 
     chosen = choose_l2(features, label, video)
     assert chosen == min(GRID, key=naive)
-    # Almost noise: holding it back is better than believing it.
+    # The data are almost noise, so strong regularization is best.
     assert chosen >= 10
 
 

@@ -1,4 +1,4 @@
-"""The vote of the nearest neighbours against loops in float64."""
+"""The vote of the nearest neighbours compared with loops in float64."""
 
 import math
 
@@ -16,7 +16,7 @@ def draw_rows(num: int, width: int, *, seed: int) -> torch.Tensor:
 def naive_votes(
     features: torch.Tensor, bank: torch.Tensor, label: torch.Tensor, *, num_classes: int, count: int, temperature: float
 ) -> list[list[float]]:
-    """Wu et al. 2018, section 3.4, word for word."""
+    """Compute the votes exactly as Wu et al. 2018, section 3.4, define them."""
     rows = []
     for row in features.double().tolist():
         cosines = []
@@ -35,7 +35,7 @@ def naive_votes(
 def test_votes_are_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, at_once: tuple[int, int], temperature: float
 ) -> None:
-    """Whatever is worked out at once; one block of the bank is smaller than k."""
+    """Votes do not depend on the block size. One block of the bank is smaller than k."""
     monkeypatch.setattr(neighbours, "_QUERIES_AT_ONCE", at_once[0])
     monkeypatch.setattr(neighbours, "_BANK_AT_ONCE", at_once[1])
     features, bank = draw_rows(11, 5, seed=0), draw_rows(40, 5, seed=1)
@@ -44,7 +44,7 @@ def test_votes_are_those_of_the_formula(
     expected = torch.tensor(
         naive_votes(features, bank, label, num_classes=6, count=9, temperature=temperature), dtype=torch.float64
     )
-    # Votes are up to a factor for each clip.
+    # Votes are determined up to a factor for each clip.
     share, expected_share = (votes / votes.sum(dim=1, keepdim=True) for votes in (result, expected))
     assert torch.allclose(share, expected_share, rtol=1e-4, atol=1e-7)
     assert (result[:, 4:] == 0).all()

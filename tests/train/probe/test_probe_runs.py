@@ -1,4 +1,4 @@
-"""`train eval probe` from outside, on runs of every task that has a video tower, and the probe in the loop."""
+"""`train eval probe` from the command line, on runs of every task with a video tower, and the probe in the loop."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ MASKED = ("--mask-ratio", 0.5)
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_regularisations() -> Iterator[None]:
-    """Two candidates of a probe, which converge in a few steps; weaker ones take hundreds."""
+    """Limit probes to two regularizations that converge in a few steps; weaker ones take hundreds of steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe_classifiers, "choose_l2", partial(choose_l2, grid=GRID[-2:]))
         yield
@@ -34,7 +34,7 @@ def _few_regularisations() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips of pixels, and latents of the same videos: labelled segments of a second."""
+    """Clips of pixels, and latents of the same videos, with labelled segments of one second."""
     data_dir = tmp_path_factory.mktemp("moving")
     write_moving(data_dir)
     chunks = [Chunk(f"v{number:02d}", 2000 * half, 8) for number in range(12) for half in range(2)]
@@ -81,7 +81,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
                 12,
                 36,
             )
-    # Brightness is told by any features.
+    # Any features reveal the brightness.
     assert findings["noun", "linear", "random"]["found"]["top1"] == 1.0
     assert findings["noun", "linear", "trained"]["gradient"] < 1e-5
     assert "the 5 nearest clips of split 'train'" in result["protocol"] and "T = 2 frames" in result["clip"]
@@ -108,11 +108,11 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
         assert words[name] in result["features"], name
         trained_one, random_one = result["findings"]
         assert trained_one["encoder"] == "trained" and random_one["encoder"] == "random"
-        if name != "mae":  # whose latents here are noise
+        if name != "mae":  # the latents of mae are noise here
             assert random_one["found"]["top1"] > 0.8
         if name == "mae":
             assert "segments of 4 frames" in result["data"]
-    # Two steps change little, and the seed draws what the run began with.
+    # Two steps change little, and the seed reproduces the initial weights.
     assert probe_run(capsys, out, *expected)["findings"] == result["findings"]
 
 
@@ -144,7 +144,7 @@ def test_mistakes_are_named(
 
 @pytest.fixture(scope="module")
 def run(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
+    """Run of two steps."""
     out = tmp_path_factory.mktemp("runs") / "mae"
     words = [str(word) for word in ("mae", "--shards", moving, "--out", out, *PIXELS, *MASKED)]
     app(words)

@@ -63,7 +63,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
     ):
         with open_batches(data_dir, **changes) as clips, pytest.raises(UserError, match=words) as caught:
             clips.load_state_dict(state)
-        assert "--" not in f"{caught.value}{caught.value.hint}", "a flag, where there are arguments"
+        assert "--" not in f"{caught.value}{caught.value.hint}", "the message names a flag in place of an argument"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_mean_and_deviation_may_be_a_list_an_array_or_a_tensor(data_dir: Path, k
         )
         for of in (tuple, kind)
     )
-    torch.testing.assert_close(given["video"], expected["video"])  # a tensor has float32
+    torch.testing.assert_close(given["video"], expected["video"])  # a tensor has dtype float32
 
 
 def test_texts_are_asked_of_latents_and_chunks_too(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_is_no_state_is_refused(data_dir: Path, state: Any) -> None:
             clips.load_state_dict(state)
         with pytest.raises(UserError, match="no state is given"):
             clips.load_state_dict()
-        next(iterator)  # nothing has changed
+        next(iterator)  # the iterator is unaffected
 
 
 def test_batches_are_not_indexed(data_dir: Path) -> None:
@@ -176,7 +176,7 @@ def test_batches_are_not_indexed(data_dir: Path) -> None:
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises in a forked process."""
+    """Return the result of `work` in a forked process, or the exception that it raises."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -212,7 +212,7 @@ def test_a_forked_process_may_not_go_on_with_an_iteration_of_its_parent(
         assert len(list(islice(iterator, taken))) == taken
         error = in_fork(lambda: next(iterator))
         assert isinstance(error, UserError) and "a fork of it" in str(error)
-        assert len(list(iterator)) == len(clips) - taken, "the parent goes on"
+        assert len(list(iterator)) == len(clips) - taken, "the parent can continue"
         assert len(list(others)) == len(clips)
 
 
@@ -239,7 +239,7 @@ def test_a_forked_process_that_is_refused_ends(data_dir: Path) -> None:
 
 
 class InWorker(IterableDataset[dict[str, Any]]):
-    """Opens clips in each worker of a DataLoader."""
+    """Dataset that opens clips in each worker of a DataLoader."""
 
     def __init__(self, open_them: Callable[[int], Batches]) -> None:
         self._open = open_them

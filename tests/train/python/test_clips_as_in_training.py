@@ -1,4 +1,4 @@
-"""`open_clips` with the settings of the command: sources, relevancy, all captions, augmented model input, views."""
+"""`open_clips` with the command's settings: sources, relevancy, all captions, augmented model input, views."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 
 @pytest.fixture
 def narrated_data(data_dir: Path, tmp_path: Path) -> Path:
-    """Data with a caption of a person and two of a model for each clip, with labels."""
+    """Data with one human caption and two model captions for each clip, and labels."""
     copy, videos = copy_of(data_dir, tmp_path), {"a": "train", "b": "train", "c": "train", "d": "val"}
     sources = (("first", "human"), ("second", "model"), ("third", "model"))
     captions = [
@@ -67,9 +67,8 @@ def test_all_captions_of_a_clip_come_with_it(narrated_data: Path, data_dir: Path
     with open_batches([narrated_data, data_dir], captions="all", shuffle=False, batch=20) as clips:
         [batch] = clips
     of_folder = {0: ["first of a", "second of a", "third of a"], 1: ["it begins"]}
-    captions_by_folder = dict(
-        zip(batch["folder"].tolist()[::-1], batch["captions"][::-1], strict=True)
-    )  # the first of each
+    # In reversed order, the first clip of each folder wins.
+    captions_by_folder = dict(zip(batch["folder"].tolist()[::-1], batch["captions"][::-1], strict=True))
     assert captions_by_folder == of_folder
 
 
@@ -81,10 +80,10 @@ def test_views_are_a_dimension_of_their_own(data_dir: Path) -> None:
     ):
         [batch], [centre] = several, centres
     assert batch["video"].shape == (3, 6, 2, 32, 32, 3) and centre["video"].shape == (3, 2, 32, 32, 3)
-    assert not torch.equal(batch["video"][:, 0], batch["video"][:, 3])  # other moments
+    assert not torch.equal(batch["video"][:, 0], batch["video"][:, 3])  # different moments
     with open_batches(data_dir, **views, pixel_mean=MEAN, pixel_std=STD) as normalised:
         [batch_of_floats] = normalised
-    # To half a level: RGB of eight bits is rounded.
+    # The tolerance allows for rounding to eight-bit RGB.
     pictures = batch_of_floats["video"].movedim(2, -1) * torch.tensor(STD) + torch.tensor(MEAN)
     assert pictures.shape == (3, 6, 2, 32, 32, 3)
     assert (pictures * 255 - batch["video"]).abs().max() <= 2

@@ -1,4 +1,4 @@
-"""The code of docs/python.md runs, from top to bottom, on data of every column and a run of a tiny model."""
+"""The code of docs/python.md runs from top to bottom, on data with every column and a run of a tiny model."""
 
 import re
 import runpy
@@ -24,7 +24,7 @@ def blocks(repository: Path) -> list[str]:
 
 @pytest.fixture
 def folder(data_dir: Path, tmp_path: Path) -> Path:
-    """A working folder with data/, more/ and runs/first."""
+    """Working folder with data/, more/ and runs/first."""
     for name in ("data", "more"):
         shutil.copytree(data_dir, tmp_path / name)
     written = Written(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Clips in loops of others: Lightning's Trainer and Accelerate, with a checkpoint in the middle of an epoch."""
+"""Clips in training loops of Lightning and Accelerate, with a checkpoint in the middle of an epoch."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def open_batches(data_dir: Path, **changes: Any) -> Batches:
 
 
 class Clips(pl.LightningDataModule):
-    """As docs/python.md has it."""
+    """Data module from docs/python.md."""
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Clips(pl.LightningDataModule):
 
 
 class Brightness(pl.LightningModule):
-    """Predicts the brightness of a clip from one pixel."""
+    """Model that predicts the brightness of a clip from one pixel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def fit(data_dir: Path, folder: Path, *, resumes: Path | None = None, **changes:
 
 
 def test_lightning_trains_and_resumes_to_the_same_weights(data_dir: Path, tmp_path: Path) -> None:
-    # Step 6 is in the middle of the second epoch of four batches, step 8 at its end.
+    # Step 6 is in the middle of the second epoch of four batches, and step 8 is at its end.
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     whole = fit(data_dir, tmp_path, callbacks=[saving])
     assert whole.seen == [[2 * step, 2 * step + 1] for step in range(12)]

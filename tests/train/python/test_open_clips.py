@@ -1,4 +1,4 @@
-"""`open_clips`: the clips of the training commands, an epoch per iteration, in a user's own program."""
+"""`open_clips`: the clips of the training commands in a user's program, with one epoch per iteration."""
 
 import shutil
 import threading
@@ -89,7 +89,7 @@ def test_a_batch_is_never_overwritten(data_dir: Path) -> None:
 def test_memory_is_used_again_once_a_batch_is_dropped(data_dir: Path, device: str | None) -> None:
     with open_batches(data_dir, device=device) as clips:
         batches = endless(clips)
-        pictures = next(batches)["video"][1, 0]  # a part of a batch keeps its memory
+        pictures = next(batches)["video"][1, 0]  # a part of a batch keeps the memory of the batch alive
         content = pictures.copy() if device is None else pictures.clone()
         addresses = set()
         for batch in islice(batches, 20):
@@ -130,7 +130,7 @@ def test_a_state_in_the_middle_of_an_iteration_goes_on_exactly(data_dir: Path, s
         state = clips.state_dict()
     with open_batches(data_dir, shuffle=shuffle) as again:
         again.load_state_dict(state)
-        iter(again)  # an iterator that is not used changes nothing
+        iter(again)  # creating an iterator without using it changes nothing
         rest = list(again)
         assert len(rest) == len(again) - taken % len(again)
         rest += islice(endless(again), 12 - taken - len(rest))

@@ -1,4 +1,4 @@
-"""The policy's training loop of docs/tutorials/robot.md: its batches are the items of a `LeRobotDataset`."""
+"""The policy's training loop of docs/tutorials/robot.md: its batches equal the items of a `LeRobotDataset`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,15 @@ from tests.manifests.test_lerobot_reader import PYTHON, ask
 from tests.tutorials.page import read_page
 from tests.tutorials.running import Runner
 
-OFFSETS = (-1, 0)  # frames of 0.1 s
+OFFSETS = (-1, 0)  # in frames of 0.1 s
 NUM_ACTIONS = 4
-MOST_LEVELS = 8  # of 255: two conversions to RGB differ by up to 6; the colours of another frame by 37 and more
+# Limit of 255 levels: two conversions to RGB differ by up to 6, the colours of different frames by 37 or more.
+MOST_LEVELS = 8
 
 
 @contextmanager
 def recorded_batches() -> Iterator[list[dict[str, Any]]]:
-    """The batches that models are called with."""
+    """Yield a list that collects the batches passed to models."""
     batches: list[dict[str, Any]] = []
 
     def record(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -39,7 +40,11 @@ def recorded_batches() -> Iterator[list[dict[str, Any]]]:
 
 
 def run_loop(folder: Path, monkeypatch: pytest.MonkeyPatch, *, size_px: tuple[int, int]) -> dict[int, dict[str, Any]]:
-    """Run the commands that read the dataset and the loop; return what the policy was given, by `index`."""
+    """Run the commands that read the dataset, and the loop.
+
+    Returns:
+        Inputs of the policy by `index`.
+    """
     monkeypatch.chdir(folder)
     runner = Runner(folder, monkeypatch.setenv)
     blocks = read_page(ROOT / "docs/tutorials/robot.md").blocks
@@ -59,7 +64,7 @@ def test_the_policy_sees_the_frames_of_its_steps(tmp_path: Path, monkeypatch: py
     write_lerobot(tmp_path / "robot")
     items = run_loop(tmp_path, monkeypatch, size_px=(48, 64))
     steps = [(episode, frame) for episode, each in enumerate(EPISODES) for frame in range(len(each.tasks))]
-    assert len(items) == len(steps) - len(steps) % 8  # a rest that does not fill a batch begins the next epoch
+    assert len(items) == len(steps) - len(steps) % 8  # samples that do not fill a batch start the next epoch
     for index, item in items.items():
         episode, frame = steps[index]
         assert item["observation.state"].tolist() == [episode, frame]
@@ -83,7 +88,8 @@ def test_batches_are_the_items_of_a_lerobot_dataset(tmp_path: Path, monkeypatch:
         assert item.keys() - {"index"} == set(theirs.files)
         for name in theirs.files:
             if name in CAMERAS:
-                # In the middle of the blocks, as in `test_read_clips.py`: swscale does not interpolate chroma.
+                # Pixels in the middle of the blocks are compared, as in `test_read_clips.py`: swscale does not
+                # interpolate chroma.
                 shown, expected = (255 * frames[..., 8::16, 8::16] for frames in (item[name], theirs[name][index]))
                 assert np.abs(shown - expected).max() < MOST_LEVELS, (index, name)
             else:

@@ -1,4 +1,4 @@
-"""`read_chunks`: whole chunks, decoded, in order."""
+"""`read_chunks`: complete chunks, decoded, in order."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`read_clips`: the frames on screen at given times, equal to PyAV's, in the order asked for."""
+"""`read_clips`: the frames on screen at given times, equal to PyAV's frames, in the requested order."""
 
 import io
 import tarfile
@@ -25,18 +25,19 @@ from tests.train.tiny_data import VARIANT, video_sample, write_captions, write_s
 HEIGHT, WIDTH = 48, 64
 NTSC = Fraction(30000, 1001)
 SMALL: dict[str, Any] = {"batch": 4, "size_px": (HEIGHT, WIDTH), "workers": 2, "rgb": False}
-Frames = list[tuple[Fraction, NDArray[np.uint8]]]  # begin in the video, seconds; planes
+Frames = list[tuple[Fraction, NDArray[np.uint8]]]  # start in the video in seconds, and planes
 
 
 def encode(num_frames: int, *, fps: Fraction, seed: int) -> bytes:
-    """An mp4 of frames that all differ."""
+    """Encode an mp4 in which all frames differ."""
     content, rng = io.BytesIO(), np.random.default_rng(seed)
     with av.open(content, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fps, options={"g": "8", "bf": "2", "preset": "ultrafast"})
         assert isinstance(stream, VideoStream)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         for _ in range(num_frames):
-            # As planes: converting RGB would start threads, which a fork of this process waits for in vain.
+            # Frames are made as planes, because converting RGB would start threads, and a fork of this process would
+            # wait for them forever.
             planes = [rng.integers(60, 190, (HEIGHT // 8, WIDTH // 8), np.uint8) for _ in range(3)]
             sides = (8, 4, 4)
             blocks = [plane.repeat(side, 0).repeat(side, 1) for plane, side in zip(planes, sides, strict=True)]
@@ -48,7 +49,7 @@ def encode(num_frames: int, *, fps: Fraction, seed: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two cameras of other rates; the second chunk of `torn` was never made."""
+    """Two cameras with different rates; the second chunk of `torn` is missing."""
     data_dir = tmp_path_factory.mktemp("recordings")
     spans = [("slow", Fraction(10), 0, 20), ("slow", Fraction(10), 2000, 15), ("ntsc", NTSC, 0, 50)]
     spans += [("torn", Fraction(10), 0, 10), ("torn", Fraction(10), 2000, 10)]
@@ -84,7 +85,7 @@ def open_batches(recordings: Path, table: Any, **changes: Any) -> Batches:
 
 
 def on_screen(frames: Frames, time_s: float) -> tuple[float, NDArray[np.uint8]]:
-    """The last frame that has begun, up to 0.1 ms later; or the first one."""
+    """Return the last frame that starts at most 0.1 ms after the time, or else the first frame."""
     begins = [begin_s for begin_s, _ in frames]
     number = max(0, sum(begin_s <= time_s + 1e-4 for begin_s in begins) - 1)
     return float(begins[number]), frames[number][1]
@@ -126,7 +127,7 @@ def test_rounded_times_of_frames_show_these_frames(recordings: Path, frames_of_v
 
 
 def test_offsets_out_of_an_episode_show_its_first_and_last_frame(recordings: Path) -> None:
-    # LeRobot's rule: indices of frames are clamped to the episode, and the mask says which of them were outside.
+    # LeRobot's rule: frame indices are clamped to the episode, and the mask marks the indices that were outside.
     fps, episodes, steps = 10, [(0, 12), (12, 35)], (-3, -1, 0, 2)
     frames = [(frame, *episode) for episode in episodes for frame in range(*episode)]
     table = {
@@ -176,7 +177,7 @@ def test_frames_are_rgb_squares_or_model_input(recordings: Path, frames_of_video
     with open_batches(recordings, table, rgb=True, shuffle=False) as clips:
         [batch] = clips
     assert batch["video"].shape == (1, 1, HEIGHT, WIDTH, 3) and "colour" not in batch
-    # In the middle of the blocks, as swscale does not interpolate chroma.
+    # Pixels in the middle of the blocks are compared, because swscale does not interpolate chroma.
     assert np.abs(batch["video"][0, 0].numpy() - rgb)[3::8, 3::8].max() <= 4
     with open_batches(recordings, table, size_px=48, rgb=True, shuffle=False, device=None) as clips:
         [square] = clips

@@ -1,4 +1,4 @@
-"""The public Python interface: users rely on its names and signatures, so a change of them is made on purpose."""
+"""The public Python interface: users rely on its names and signatures, so every change must be intended."""
 
 import inspect
 import subprocess
@@ -12,7 +12,7 @@ SURFACE = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> str:
-    """Names, and arguments, defaults, fields and methods, a line each."""
+    """Return names, and arguments, defaults, fields and methods, one per line."""
     lines = []
     for name in clipmill.__all__:
         public = getattr(clipmill, name)
@@ -29,7 +29,7 @@ def surface() -> str:
 
 
 def test_the_interface_is_as_recorded() -> None:
-    assert surface() == SURFACE.read_text(), "if that is intended: python -m tests.train.python.test_surface"
+    assert surface() == SURFACE.read_text(), "if the change is intended: python -m tests.train.python.test_surface"
 
 
 def test_importing_clipmill_loads_nothing_else() -> None:

@@ -1,4 +1,4 @@
-"""What `train quickstart` chooses, as a function of made-up data and machines."""
+"""The choices of `train quickstart`, as a function of synthetic data and machines."""
 
 import pytest
 
@@ -98,6 +98,8 @@ def test_the_expected_time_has_a_range_that_grows_with_what_is_not_known() -> No
     assert values(expect_time([1.0] * 8)) == pytest.approx((110.0, 93.5, 126.5))
     assert values(expect_time([1.0] * 8, checkpoints_s=20.0)) == pytest.approx((130.0, 110.5, 149.5))
     assert values(expect_time([0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])) == pytest.approx((110.0, 58.5, 161.5))
-    assert values(expect_time([1.0] * 8, busy=True)) == pytest.approx((110.0, 55.0, 220.0)), "alone, or half as much"
+    assert values(expect_time([1.0] * 8, busy=True)) == pytest.approx((110.0, 55.0, 220.0)), (
+        "from half to twice the time"
+    )
     assert expect_time([1.0] * 8, num=8).most_s > expect_time([1.0] * 8).most_s
     assert choice.is_busy(5.0, cores=2) and not choice.is_busy(1.2, cores=2)

@@ -1,4 +1,4 @@
-"""`train quickstart`: what it proposes for tiny data, that its command is one, and that a script is never asked."""
+"""`train quickstart`: its proposal for tiny data, the command that it prints, and scripts, which it never asks."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Quickstart = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def plan(data_dir: Path) -> Plan:
-    """The plan for a folder of nine captions to train on, and three that are held out."""
+    """Plan for a folder with nine captions for training and three held-out captions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data_dir.parent)
         patch.setattr(commands, "_TRIAL_S", 0.0)
@@ -45,7 +45,7 @@ def plan(data_dir: Path) -> Plan:
 
 @pytest.fixture
 def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
-    """Runs the command in this process, in an empty folder, with short trials; gives its exit status."""
+    """Run the command in this process and in an empty folder, with short trials, and return its exit status."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> int:
@@ -55,7 +55,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Quickstart:
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The settings that are trained with, in place of training."""
+    """Record the settings of training runs instead of training."""
     settings_list: list[Any] = []
     monkeypatch.setattr(
         "clipmill.train.commands.launch.launch",
@@ -126,7 +126,9 @@ def test_the_plan_as_json_says_what_was_found_and_measured(
     assert measured["num_samples"] == 9 and measured["num_steps"] >= 1 and measured["memory_bytes"] > 1e8
     assert plan_record["disk_bytes"] >= measured["checkpoint_bytes"]
     assert measured["checkpoint_s"] > 0
-    assert list(tmp_path.iterdir()) == [] == list(data_dir.parent.glob(f"{TEMPORARY_PREFIX}*")), "nothing is left"
+    assert list(tmp_path.iterdir()) == [] == list(data_dir.parent.glob(f"{TEMPORARY_PREFIX}*")), (
+        "temporary files are left"
+    )
 
 
 def test_a_script_is_never_asked_and_a_person_is(
@@ -134,7 +136,7 @@ def test_a_script_is_never_asked_and_a_person_is(
 ) -> None:
     settings_list, answers = note_launches(monkeypatch), iter(list[str]())
     monkeypatch.setattr("clipmill.train.commands.quickstart._plan", lambda data, asked: plan)
-    monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if it is asked
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))  # StopIteration if a question is asked
     assert quickstart(data_dir) == 0
     printed = capsys.readouterr().out
     assert f"    {plan.command}\n" in printed and "--yes" in printed.splitlines()[-1] and not settings_list
@@ -159,7 +161,7 @@ def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
     [checkpoint] = run.checkpoints.iterdir()
     size_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     assert plan.measured.checkpoint_bytes == pytest.approx(size_bytes, rel=0.05)
-    # The next one has a folder of its own.
+    # The next run uses a different folder.
     assert propose_out(data_dir) == "runs/quickstart-2"
 
 

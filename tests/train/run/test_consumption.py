@@ -1,4 +1,4 @@
-"""GPU hours and energy in run.json; the driver's library is replaced at its boundary, as there may be no GPU."""
+"""GPU hours and energy in run.json; the driver library is replaced, because there may be no GPU."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Driver:
-    """NVML's counter of one GPU in millijoules."""
+    """NVML's energy counter of one GPU in millijoules."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counted_mj: int | None = 5_000_000
@@ -65,7 +65,7 @@ def test_hours_and_energy_add_up_over_checkpoints_and_resumptions(
     clock[0] += 1800
     again.measure()()
     assert run.read_facts()[FACT] == {"gpu_hours": 2.5, "gpu_kwh": pytest.approx(1.5)}
-    # Once a part of the energy is unknown, the sum is.
+    # Once a part of the energy is unknown, the sum is unknown.
     driver.counted_mj = None
     unknown = Consumption(run, world=World(), device=GPU)
     unknown.measure()()

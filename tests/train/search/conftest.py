@@ -1,4 +1,4 @@
-"""Runs of a dual encoder and a masked autoencoder on the tiny data folder, and its embeddings."""
+"""Runs of a dual encoder and a masked autoencoder on the tiny data folder, and embeddings of the folder."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def masked_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="package")
 def embedded_clips(run: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The nine clips of split train."""
+    """Embeddings of the nine clips of split train."""
     out = tmp_path_factory.mktemp("search") / "embedded"
     assert embed(run, data_dir, out) == 0
     return out
@@ -39,12 +39,12 @@ def embed(weights: Path, data_dir: Path, out: Path, *flags: object, split: str =
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
+    """Return the contents of all files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def overwrite_chunk(data_dir: Path, key: str) -> None:
-    """Make a chunk undecodable: its bytes become zeros."""
+    """Overwrite a chunk with zeros, so that it cannot be decoded."""
     for shard in Variant.open(data_dir).require_complete().shards():
         for row, its in enumerate(shard.index["key"].to_pylist()):
             if its == key:

@@ -1,4 +1,4 @@
-"""`train embed`: what the files hold, resuming, several processes, failures, and what is refused."""
+"""`train embed`: contents of the files, resuming, several processes, failures, and rejected input."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ TEXTS = [text for video in "abc" for text in ("it begins", f"the middle of {vide
 
 
 def rank_of_best(score: np.ndarray, right: np.ndarray) -> int:
-    """1 + the number of wrong items that score at least as high as the best right one."""
+    """Return 1 + the number of wrong items that score at least as high as the best correct item."""
     return 1 + int((score[~right] >= score[right].max()).sum())
 
 
@@ -40,7 +40,7 @@ def test_the_files_have_a_row_per_clip_and_per_caption(embedded_clips: Path, dat
         "row": 4, "key": "b_000000000", "video": "b", "path": "/videos/b.mp4", "begin_s": 1.2, "end_s": 2.8,
         "text": TEXTS[4], "caption": 4,
     }  # fmt: skip
-    assert clips[5]["key"] == "b_000002000" and clips[5]["end_s"] == 5.5  # an open end is that of the video
+    assert clips[5]["key"] == "b_000002000" and clips[5]["end_s"] == 5.5  # an open end is the end of the video
     assert {**captions[4], "caption": 4} == {**clips[4], "clip": 4}
     assert not (embedded_clips / "parts").exists()
     record = json.loads((embedded_clips / "embed.json").read_text())
@@ -59,7 +59,7 @@ def test_scores_computed_by_numpy_are_those_of_eval_retrieval(
     video, text = np.load(embedded_clips / "video.npy"), np.load(embedded_clips / "text.npy")
     caption = pq.read_table(embedded_clips / "clips.parquet")["caption"].to_numpy()
     _, first, text_of_clip = np.unique(text[caption], axis=0, return_index=True, return_inverse=True)
-    assert len(first) == 7  # "it begins" is the text of three clips
+    assert len(first) == 7  # three clips have the text "it begins"
     similarity = video @ text[caption][first].T
     right = text_of_clip[:, None] == np.arange(len(first))
     for direction, scores, its in (
@@ -216,7 +216,7 @@ def test_clips_that_cannot_be_decoded_are_named_and_have_no_row(
     assert clips["caption"].to_pylist() == [0, 1, 2, 3, 6, 7, 8]
     assert captions["clip"].to_pylist() == [0, 1, 2, 3, None, None, 4, 5, 6]
     assert np.abs(np.load(out / "video.npy")).max(axis=1).min() > 0
-    # Again: nothing to do, but the failures are still there.
+    # The second run has nothing to do, but still reports the failures.
     assert embed(run, damaged, out) == 1
     assert f"remove {out}, and run the same command again" in capsys.readouterr().err
 
@@ -227,7 +227,7 @@ def test_features_of_other_towers_pooled_and_all_tokens(masked_run: Path, data_d
     assert embed(masked_run, data_dir, tokens, "--features", "tokens", "--batch", 4) == 0
     rows, each = np.load(pooled / "video.npy", mmap_mode="r"), np.load(tokens / "video.npy", mmap_mode="r")
     assert rows.shape == (9, 128) and each.shape == (9, 4, 128)
-    # A masked autoencoder's pooled features are the mean of its tokens.
+    # The pooled features of a masked autoencoder are the mean of its tokens.
     np.testing.assert_allclose(each.mean(axis=1), rows, atol=1e-5)
     assert not (pooled / "text.npy").exists() and (pooled / "captions.parquet").exists()
 

@@ -1,4 +1,4 @@
-"""Exact search by blocks: it finds what a sort of all similarities finds, in bounded memory."""
+"""Exact search by blocks: it returns the result of sorting all similarities, in bounded memory."""
 
 import tracemalloc
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_best_rows_are_those_of_a_full_sort(
 ) -> None:
     monkeypatch.setattr(module, "_MAX_BLOCK_ROWS", block_rows)
     rng = np.random.default_rng(num_rows)
-    # Small whole numbers, so that many similarities are equal and exact: order and ties are decided by rows.
+    # Values are small integers, so many similarities are equal and exact. Rows decide the order of ties.
     rows = rng.integers(-2, 3, (num_rows, 8)).astype(np.float32)
     queries = rng.integers(-2, 3, (5, 8)).astype(np.float32)
     hits = find_nearest(write_rows(tmp_path / "rows.npy", rows), queries, count=10)

@@ -1,4 +1,4 @@
-"""`train search`: by text and by example, its page, and what it refuses."""
+"""`train search`: by text and by example, its page, and rejected input."""
 
 import base64
 import io
@@ -28,7 +28,7 @@ from tests.train.tiny_data import Caption, write_captions
 
 @pytest.fixture
 def search(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Results of a search as JSON."""
+    """Return the results of a search as JSON."""
 
     def call(*words: object) -> dict[str, Any]:
         capsys.readouterr()
@@ -44,7 +44,7 @@ def rows(result: dict[str, Any], query: int = 0) -> list[int]:
 
 
 def assert_best(hits: Sequence[int], similarity: np.ndarray) -> None:
-    """The rows are as many of the most similar ones, best first; libraries order equal ones by their last bits."""
+    """Assert that the rows are the most similar ones, best first; libraries order equal rows by their last bits."""
     assert len(set(hits)) == len(hits)
     np.testing.assert_allclose(similarity[list(hits)], -np.sort(-similarity)[: len(hits)], atol=1e-6)
 
@@ -69,7 +69,7 @@ def test_a_search_by_example_needs_no_weights_and_leaves_the_example_out(embedde
     hits = rows(search(embedded_clips, "--like", 4, "--weights", "nowhere"))
     assert sorted(hits) == [row for row in range(9) if row != 4]
     assert_best([4, *hits], similarity)
-    # A key that only one clip begins in is a name of it.
+    # A key identifies a clip if only one clip starts in this chunk.
     by_key = search(embedded_clips, "--like", "b_000002000", "--top", 3)
     assert by_key["results"][0]["like"]["row"] == 5 and 5 not in rows(by_key) and len(rows(by_key)) == 3
 
@@ -236,13 +236,13 @@ def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
     overwrite_chunk(damaged, "b_000002000")
     monkeypatch.setattr(player, "_BUDGET_BYTES", 1)
     words = (embedded_clips, "it begins", "--top", 9, "--page", path, "--shards", damaged, "--device", "cpu")
-    assert train("search", *words) == 1, "clips that the page lacks are a failure"
+    assert train("search", *words) == 1, "clips that are missing on the page are failures"
     page = path.read_text()
-    # A single frame of one of the two clips in the damaged chunk lies in another chunk.
+    # A single frame of one of the two clips in the damaged chunk lies in a different chunk.
     num_missing = page.count("not available: ")
     assert len(videos_of(page)) == 1 and num_missing in (1, 2)
     assert page.count('<img class="still"') == page.count("; a picture, because the videos") == 8 - num_missing
-    # A page is replaced, another file is not.
+    # A page is replaced, but a different file is not.
     search(embedded_clips, "it begins", "--page", path)
     path.write_text("mine")
     with pytest.raises(AssertionError):
