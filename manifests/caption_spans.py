@@ -42,15 +42,15 @@ from clipmill.manifests.store import (
 )
 
 _METADATA_KEY = b"clipmill_captions"  # schema metadata of the spans: names of sources and splits, digest of the texts
-_BATCH = 1 << 20  # number of captions per batch, unless a single video has more
-_READ = 1 << 21  # number of captions that are read at once; large, because each read hashes the IDs of all videos
-_TEXTS = 1 << 18  # number of texts per batch
+_CAPTIONS_PER_BATCH = 1 << 20  # a single video may have more captions
+_CAPTIONS_PER_READ = 1 << 21  # large, because each read hashes the IDs of all videos
+_TEXTS_PER_BATCH = 1 << 18
 _NewArray = Callable[[int, Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class SpanBlock:
-    """Block of spans with their captions, as zero-copy views of the file. It has all spans of its videos.
+    """Block of spans with their captions, as zero-copy views of the file. A block contains all spans of its videos.
 
     Attributes:
         video: int32 [S], row of the video, ascending.
@@ -73,7 +73,7 @@ class SpanBlock:
     split: NDArray[np.int8] | None = None
 
     def select_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with video rows among the videos of the split; None if there are none."""
+        """Return the captions of a split, with rows that count only its videos; None if there are no captions."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
         if is_kept.all() and videos.is_in_split is None:
@@ -93,7 +93,7 @@ class SpanBlock:
         captions = {name: getattr(self, name)[is_kept_caption] for name in ("source", "row", "caption_id")}
         return SpanBlock(video[is_kept], self.begin_s[is_kept], self.end_s[is_kept], counts[is_kept], **captions)
 
-    def each_caption(self) -> "SpanBlock":
+    def expand_captions(self) -> "SpanBlock":
         """Return the block with the span repeated for each of its captions, so that each span has one caption."""
         spans = {name: np.repeat(getattr(self, name), self.counts) for name in ("video", "begin_s", "end_s")}
         return replace(self, **spans, counts=np.ones(len(self.source), np.int32))
@@ -122,7 +122,7 @@ class CaptionSpans:
         spans, texts: Contents of the two files.
 
     Attributes:
-        mark: Identity of the files, with which a cache of arrays that are derived from the captions is validated.
+        mark: Identity of the files. A cache of arrays derived from the captions is valid only for this identity.
     """
 
     mark: tuple[object, ...] = ()
@@ -173,8 +173,8 @@ class CaptionSpans:
         """Yield the spans in blocks, in the order of the file.
 
         Args:
-            videos: Videos of a split. Only the captions of this split are yielded, with video rows among its videos.
-                None yields all captions, with video rows in videos.parquet.
+            videos: Videos of a split. Only the captions of this split are yielded, with rows that count only these
+                videos. None yields all captions, with rows in videos.parquet.
         """
         reader = pa.ipc.open_file(self._spans)
         for number in range(reader.num_record_batches):
@@ -235,8 +235,8 @@ def write_caption_spans(
     schema = pa.schema([pa.field("text", pa.string(), nullable=False)], metadata=metadata or {})
     digest = TextDigest()
     with pa.ipc.new_file(texts, schema) as writer:
-        for block in caption_blocks(captions, ["text"], num_rows=_TEXTS):
-            for batch in block.combine_chunks().to_batches(max_chunksize=_TEXTS):
+        for block in caption_blocks(captions, ["text"], num_rows=_TEXTS_PER_BATCH):
+            for batch in block.combine_chunks().to_batches(max_chunksize=_TEXTS_PER_BATCH):
                 digest.add(batch["text"])
                 writer.write_batch(pa.record_batch([batch["text"]], schema=schema))
     texts_sha256 = digest.hexdigest()
@@ -281,7 +281,7 @@ def _read_columns(
     splits: dict[str, int] = {}
     num_read = 0
     input_names = ["video_id", "begin_s", "end_s", "caption_id", "source", *split_kind]
-    for table in caption_blocks(captions, input_names, num_rows=_READ):
+    for table in caption_blocks(captions, input_names, num_rows=_CAPTIONS_PER_READ):
         part = slice(num_read, num_read + len(table))
         num_read += len(table)
         for name in ("begin_s", "end_s", "caption_id"):
@@ -301,8 +301,8 @@ def _read_columns(
     sources = sorted(codes, key=source_order)
     number = np.empty(len(sources), np.int16)
     number[[codes[name] for name in sources]] = np.arange(len(sources))
-    for start in range(0, num_rows, _READ):
-        part = slice(start, start + _READ)
+    for start in range(0, num_rows, _CAPTIONS_PER_READ):
+        part = slice(start, start + _CAPTIONS_PER_READ)
         columns["source"][part] = number[columns["source"][part]]
     return columns, {"sources": sources, **({"splits": list(splits)} if splits else {})}
 
@@ -310,16 +310,18 @@ def _read_columns(
 def _batch_rows(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
     """Yield the rows of the captions in each batch, ascending.
 
-    A batch has the captions of consecutive videos, about `_BATCH` captions in all.
+    A batch has about `_CAPTIONS_PER_BATCH` captions, of consecutive videos.
 
     Args:
         video: int32 [N], row of each caption's video.
     """
     counts = np.zeros(num_videos, np.int64)
-    parts = [slice(start, start + _READ) for start in range(0, len(video), _READ)]
+    parts = [slice(start, start + _CAPTIONS_PER_READ) for start in range(0, len(video), _CAPTIONS_PER_READ)]
     for part in parts:
         counts += np.bincount(video[part], minlength=num_videos)
-    batch_of_video = ((np.cumsum(counts) - counts) // _BATCH).astype(np.uint16)  # NumPy sorts 16-bit integers by radix
+    batch_of_video = ((np.cumsum(counts) - counts) // _CAPTIONS_PER_BATCH).astype(
+        np.uint16
+    )  # NumPy sorts 16-bit integers by radix
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     starts = np.r_[0, ends][:-1]
     order, next_free = np.empty(len(video), np.int32), starts.copy()
@@ -370,7 +372,7 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
     def read(manifest: dict[str, Any]) -> StoredCaptions:
         folder = manifest_dir(data_dir)
-        paths = [table_path(folder, name, manifest=manifest, has_checksum=False) for name in MAPPED_FILES]
+        paths = [table_path(folder, name, manifest=manifest, checks_content=False) for name in MAPPED_FILES]
         return StoredCaptions(paths, [manifest["tables"][name] for name in MAPPED_FILES])
 
     return read_consistently(data_dir, read)

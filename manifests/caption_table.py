@@ -43,7 +43,7 @@ class CaptionChange:
         ids: IDs of the new captions, int64[N].
         next_id: First ID that was never assigned to a caption.
         keep: Function that selects the previous captions to keep. None keeps no captions.
-        keep_labels: Keep the label columns of the previous captions.
+        keep_labels: True to keep the label columns of the previous captions.
     """
 
     added: pa.Table
@@ -75,8 +75,8 @@ def write_caption_table(
             columns = ["caption_id", "video_id", "source", *sorted(candidates)]
             for table in selected_batches(old_path, keep, columns=columns):
                 optional |= _optional_columns(table)
-    # The schema has the columns of CAPTIONS, optional columns with at least one value, and all labels. No type in it is
-    # a dictionary.
+    # The schema has the columns of CAPTIONS, optional columns with at least one value, and all labels. No column
+    # is dictionary-encoded.
     labelled_path = old_path if change.keep_labels else None
     labels = {field.name: field for field in captions.schema if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
@@ -212,7 +212,7 @@ def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(pending).combine_chunks()
 
 
-_ROWS_AT_ONCE = 131_072
+_ROWS_PER_BATCH = 131_072
 
 
 def captions_sha256(
@@ -235,12 +235,12 @@ def captions_sha256(
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
     optional_names = [name for name in OPTIONAL_CAPTIONS.names if name in columns.column_names]
-    # Ranges of videos that have about _ROWS_AT_ONCE captions together. The first video of each range has captions.
+    # Ranges of videos that have about _ROWS_PER_BATCH captions together. The first video of each range has captions.
     ranges: list[tuple[int, int]] = []
     first = 0
     while first < num_videos and bounds[first] < bounds[-1]:
         first = int(np.searchsorted(bounds, bounds[first], side="right")) - 1
-        last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
+        last = int(np.searchsorted(bounds, bounds[first] + _ROWS_PER_BATCH, side="right")) - 1
         last = min(max(last, first + 1), num_videos)
         ranges.append((first, last))
         first = last

@@ -3,7 +3,7 @@
 A caption may belong to a different split than its video (schema.OPTIONAL_CAPTIONS). Each second of a divided video
 belongs to exactly one split: the split of the captions that cover it. If captions of several splits cover a second, it
 belongs to the held-out split (`test`, otherwise `val`). If no caption covers a second, it belongs to the split of the
-video. Captions from further sources, such as models, do not divide a video, because they cover all of it.
+video. Captions from further sources, such as models, do not divide a video, because they cover the entire video.
 
 Training without captions omits the seconds of other splits. A caption is omitted if its span contains a second of a
 different split.
@@ -30,7 +30,7 @@ _ROUNDING_US = 1000  # tolerance: the times of neighbouring captions, and the st
 
 
 @dataclass(frozen=True)
-class Parts:
+class SpanParts:
     """Parts of spans that belong to one split, ordered by span.
 
     Attributes:
@@ -73,7 +73,7 @@ class DividedVideos:
 
     def videos_with(self, split: str) -> NDArray[np.int32]:
         """Return the rows of the divided videos that have seconds of a split, ascending."""
-        return np.unique(self.video[self._is_of(split)])
+        return np.unique(self.video[self._is_in_split(split)])
 
     def find_splits(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the split at each time of a video; -1 for videos that are not divided."""
@@ -87,12 +87,12 @@ class DividedVideos:
         begin_us = np.minimum(begin_us + _ROUNDING_US, middle_us)
         end_us = np.maximum(end_us - _ROUNDING_US, middle_us)
         entry = self._find_entries(video, begin_us)
-        is_inside = self._is_of(split)[entry] & (self.end_us[entry] >= end_us)
+        is_inside = self._is_in_split(split)[entry] & (self.end_us[entry] >= end_us)
         return np.where(np.isin(video, self.video), is_inside, True)
 
     def split_parts(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
-    ) -> Parts:
+    ) -> SpanParts:
         """Return the parts of spans that belong to a split, ordered by span. Spans of undivided videos stay complete.
 
         A part that is shorter than MIN_PART_US is omitted, unless it is a complete span.
@@ -103,15 +103,15 @@ class DividedVideos:
         span = np.repeat(np.arange(len(video)), counts)
         entry = first[span] + np.arange(len(span)) - np.repeat(np.cumsum(counts) - counts, counts)
         begins, ends = begin_us[span].astype(np.int64), end_us[span].astype(np.int64)
-        is_cut = is_divided[span]
-        begins = np.where(is_cut, np.maximum(begins, self.begin_us[entry]), begins)
-        ends = np.where(is_cut, np.minimum(ends, self.end_us[entry]), ends)
+        is_trimmed = is_divided[span]
+        begins = np.where(is_trimmed, np.maximum(begins, self.begin_us[entry]), begins)
+        ends = np.where(is_trimmed, np.minimum(ends, self.end_us[entry]), ends)
         length_us = ends - begins
         is_long = (length_us >= MIN_PART_US) | (length_us == (end_us - begin_us)[span])
-        is_kept = (~is_cut | self._is_of(split)[entry]) & is_long
-        return Parts(span[is_kept], begins[is_kept], ends[is_kept])
+        is_kept = (~is_trimmed | self._is_in_split(split)[entry]) & is_long
+        return SpanParts(span[is_kept], begins[is_kept], ends[is_kept])
 
-    def _is_of(self, split: str) -> NDArray[np.bool_]:
+    def _is_in_split(self, split: str) -> NDArray[np.bool_]:
         return self.split == (self.splits.index(split) if split in self.splits else -1)
 
     def _find_entries(self, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -171,7 +171,7 @@ def _divide_block(
         num_splits: Number of codes.
     """
     assert block.split is not None
-    spans = block.each_caption()
+    spans = block.expand_captions()
     has_split = block.split >= 0
     videos = np.unique(spans.video[has_split])
     is_divided = np.isin(spans.video, videos) & (spans.end_s > spans.begin_s) & divides[block.source]

@@ -32,7 +32,7 @@ _MAX_CHARS, _NUM_FIRST_CHARS = 200, 60
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Error numbers of a full, read-only or failing disk, which is neither an invalid request nor a bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-FOLDER_IN_PLACE = "this path is a folder, not a file; remove it or move it away"
+NOT_A_FILE = "this path is a folder, not a file; remove it or move it away"
 
 
 class ClipmillError(Exception):
@@ -68,7 +68,7 @@ class UserError(ClipmillError):
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint of this error object, which keeps its cause and traceback."""
+        """Append to the hint of this error. The error keeps its cause and traceback."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
@@ -89,7 +89,7 @@ class UserError(ClipmillError):
 
 
 class UserErrors(UserError):
-    """Several mistakes in one request. The message has one line per mistake, and so has the hint."""
+    """Several mistakes in one request. The message and the hint have one line per mistake."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self._errors = tuple(errors)
@@ -113,15 +113,15 @@ class StorageRefused(UserError):
     """Object storage denies access to an object or a bucket, or the bucket does not exist.
 
     Attributes:
-        concerns_all: True if access to the entire bucket is denied, not only access to one object.
+        denies_bucket: True if access to the entire bucket is denied; False if access to only one object is denied.
     """
 
     exit_code = EXIT_STORAGE_REFUSED
-    concerns_all = True
+    denies_bucket = True
 
 
 class StorageReason(str):
-    """Reason why a node is excluded from the work: a message that object storage denies access to the node."""
+    """Reason why a node is excluded: object storage denies access to the node."""
 
 
 class Inaccessible(ClipmillError):
@@ -197,7 +197,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
         print(f"failed: out of memory: {error}; finished work is kept", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     except OSError as error:
-        _exit_for(error)
+        _exit_with_os_error(error)
     sys.exit(0)
 
 
@@ -219,9 +219,9 @@ def _call(command: Callable[[], object], *, program: str) -> None:
         ) from error
 
 
-def folder_in_place(path: Path) -> IsADirectoryError:
+def not_a_file_error(path: Path) -> IsADirectoryError:
     """Return the error for a path that must be a file but is a folder. No command reads or replaces such a folder."""
-    return IsADirectoryError(errno.EISDIR, FOLDER_IN_PLACE, os.fspath(path))
+    return IsADirectoryError(errno.EISDIR, NOT_A_FILE, os.fspath(path))
 
 
 def _open_closed_streams() -> None:
@@ -237,7 +237,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="backslashreplace"))
 
 
-def _exit_for(error: OSError) -> NoReturn:
+def _exit_with_os_error(error: OSError) -> NoReturn:
     """Report an OSError with its path and a remedy, and exit."""
     # If a rename failed, report the target, because the source has a temporary name.
     filename = error.filename2 or error.filename
@@ -245,11 +245,11 @@ def _exit_for(error: OSError) -> NoReturn:
     prefix = f"{path}: " if path else ""
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     if error.errno == errno.EISDIR:
-        print(f"failed: {prefix}{FOLDER_IN_PLACE}, and run the same command again", file=sys.stderr)
+        print(f"failed: {prefix}{NOT_A_FILE}, and run the same command again", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     if error.errno in _PERMISSION_ERRORS:
         print(f"error: {prefix}{reason}", file=sys.stderr)
-        print("hint: grant this user access to it, or use a different path", file=sys.stderr)
+        print("hint: grant this user access to this path, or use a different path", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if error.errno in DISK_ERRORS:
         file = f"the local copy of {path} in $TMPDIR" if "://" in path else path or "a file"

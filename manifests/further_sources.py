@@ -1,8 +1,8 @@
 """Further sources of captions, which `prep manifest captions` adds to the videos of any dataset.
 
 manifest.json has a record of each further source: the kind of the table, the number of captions, and the metadata of
-the models that wrote them. A dataset must not use the name of a further source. Therefore, the source of a caption
-shows whether the caption comes from a dataset or from a further source.
+the models that wrote the captions. A dataset must not use the name of a further source. Therefore, the source of a
+caption shows whether the caption comes from a dataset or from a further source.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from clipmill.manifests.caption_table import (
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, find_rows
-from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS, OWN_DIGEST
+from clipmill.manifests.schema import CAPTIONS, DATASET_DIGEST, OPTIONAL_CAPTIONS
 
 # Characters that are allowed in the name of a source. The syntax of `--captions.sources` uses `=`, `,` and patterns.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
@@ -144,7 +144,7 @@ class FurtherCaptions:
         """Return `videos` with these captions included in the number of captions and the digest of each video.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.OWN_DIGEST in which only captions from datasets are included.
+            videos: Table of schema.VIDEOS and schema.DATASET_DIGEST in which only captions from datasets are included.
         """
         if not len(self):
             return videos
@@ -170,7 +170,7 @@ class FurtherCaptions:
         if not len(self):
             return videos
         _, counts = self._rows_and_counts(videos)
-        digests = pc.coalesce(videos[OWN_DIGEST.name], videos["captions_sha256"]).to_pylist()
+        digests = pc.coalesce(videos[DATASET_DIGEST.name], videos["captions_sha256"]).to_pylist()
         return _with_counts(videos, -counts, digests=digests, dataset_digests=[None] * videos.num_rows)
 
     def _rows_and_counts(self, videos: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -190,5 +190,5 @@ def _with_counts(
     columns = {name: videos[name] for name in videos.column_names}
     columns["num_captions"] = pa.array(videos["num_captions"].to_numpy() + counts)
     columns["captions_sha256"] = pa.array(digests, pa.string())
-    columns[OWN_DIGEST.name] = pa.array(dataset_digests, OWN_DIGEST.type)
+    columns[DATASET_DIGEST.name] = pa.array(dataset_digests, DATASET_DIGEST.type)
     return pa.table(columns, schema=videos.schema)

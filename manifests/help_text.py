@@ -1,7 +1,7 @@
 """Command-line support for `prep` and `train`: help in 80 columns, `--install-completion`, and checks of flag values.
 
 `--help-all` shows all flags. `--help` shows the flags that are annotated with `FIRST_RUN`. If a command has few flags,
-or no such flags, `--help` shows all flags except for those annotated with `RARE`.
+or none with this annotation, `--help` shows all flags except for those annotated with `RARE`.
 """
 
 import inspect
@@ -272,7 +272,7 @@ def register_completion(app: "App") -> None:
             path = app.install_completion(shell=shell)
         except ShellDetectionError as error:
             raise UserError(
-                f"the shell is unknown: {error}", hint="specify it, as in --install-completion --shell bash"
+                f"the shell is unknown: {error}", hint="specify the shell, as in --install-completion --shell bash"
             ) from error
         except OSError as error:
             raise UserError(

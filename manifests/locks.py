@@ -1,4 +1,4 @@
-"""Lock files and folders between processes with `flock`. A lock ends with its holder, even if the holder is killed.
+"""Lock files and folders between processes with `flock`. A lock is released when its holder ends or is killed.
 
 A lock belongs to an open file or folder, and lasts until the file's descriptor and all of its mappings are closed. The
 lock also excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that
@@ -31,7 +31,7 @@ def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> boo
     """Lock an open file or folder, and return True if the lock is held.
 
     Args:
-        is_shared: Take a shared lock, which several processes can hold at once, not an exclusive lock.
+        is_shared: Take a shared lock, which several processes can hold together, not an exclusive lock.
         waits: Wait while another process holds the lock. Otherwise, return False in this case.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
@@ -99,7 +99,7 @@ class FileLock:
         """Take the lock without waiting. Return None if another process holds it.
 
         Args:
-            is_shared: Take a shared lock, which several processes can hold at once.
+            is_shared: Take a shared lock, which several processes can hold together.
 
         Raises:
             UserError: The folder is not writable, or its file system has no locks.
@@ -185,14 +185,14 @@ def process_label() -> str:
 def process_record() -> dict[str, Any]:
     """Return a JSON-serializable record that identifies this process among the processes of all machines."""
     pid = os.getpid()
-    return {"holder": process_label(), "machine": machine_id(), "process": pid, "started": _start_of(pid)}
+    return {"holder": process_label(), "machine": machine_id(), "process": pid, "started": _start_time(pid)}
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:
     """Return True if a `process_record` describes a process of this machine that has ended."""
     if record.get("machine") != machine_id():
         return False
-    return _start_of(int(record.get("process", 0))) != record.get("started")
+    return _start_time(int(record.get("process", 0))) != record.get("started")
 
 
 def machine_id() -> str:
@@ -203,7 +203,7 @@ def machine_id() -> str:
     return secrets.token_hex(16)  # a random ID, so that two machines that cannot be identified never compare equal
 
 
-def _start_of(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return the start time of a process in clock ticks since the boot, or None if the process is not running."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -233,13 +233,13 @@ def open_private(folder: Path) -> int:
             continue  # another process removed the folder in the meantime
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise _not_private(folder) from None
+                raise _not_private_error(folder) from None
             raise
         state = os.fstat(descriptor)
         if state.st_uid == os.geteuid() and not state.st_mode & 0o077:
             return descriptor
         os.close(descriptor)
-        raise _not_private(folder)
+        raise _not_private_error(folder)
 
 
 def is_still_at(folder: Path, descriptor: int) -> bool:
@@ -250,6 +250,6 @@ def is_still_at(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _not_private(folder: Path) -> PermissionError:
+def _not_private_error(folder: Path) -> PermissionError:
     message = "not a private folder of this user (mode 0700); remove it, or set TMPDIR to a different folder"
     return PermissionError(errno.EPERM, message, os.fspath(folder))

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.caption_table import Selection, selected_batches
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.schema import CAPTIONS, OWN_DIGEST, REJECTED, VIDEOS
+from clipmill.manifests.schema import CAPTIONS, DATASET_DIGEST, REJECTED, VIDEOS
 from clipmill.manifests.store import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
@@ -42,7 +42,7 @@ class PreviousManifest:
     """Content of the manifest before a write. It is empty if the manifest is missing or damaged.
 
     Attributes:
-        videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
+        videos: Table of schema.VIDEOS and schema.DATASET_DIGEST.
         rejected: Table of schema.REJECTED.
         captions_path: Path of the verified table of captions; None if the manifest is missing or damaged.
         next_caption_id: First ID that was never assigned to a caption.
@@ -52,7 +52,7 @@ class PreviousManifest:
         fingerprint: Fingerprint of a damaged manifest, if known.
     """
 
-    videos: pa.Table = field(default_factory=VIDEOS.append(OWN_DIGEST).empty_table)
+    videos: pa.Table = field(default_factory=VIDEOS.append(DATASET_DIGEST).empty_table)
     rejected: pa.Table = field(default_factory=REJECTED.empty_table)
     captions_path: Path | None = None
     next_caption_id: int = 0
@@ -92,8 +92,8 @@ def read_previous(
     try:
         paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
         videos = pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata()
-        if OWN_DIGEST.name not in videos.column_names:
-            videos = videos.append_column(OWN_DIGEST, pa.nulls(videos.num_rows, OWN_DIGEST.type))
+        if DATASET_DIGEST.name not in videos.column_names:
+            videos = videos.append_column(DATASET_DIGEST, pa.nulls(videos.num_rows, DATASET_DIGEST.type))
         return PreviousManifest(
             videos=videos,
             rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
@@ -195,13 +195,13 @@ def find_rows(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
-    """Build the table of one dataset's videos, with the columns of schema.VIDEOS and schema.OWN_DIGEST."""
+    """Build the table of one dataset's videos, with the columns of schema.VIDEOS and schema.DATASET_DIGEST."""
     columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
     columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
     columns["num_captions"] = pa.array(num_captions.astype(np.int32))
     columns["captions_sha256"] = pa.array(digests, pa.string())
-    columns[OWN_DIGEST.name] = pa.nulls(videos.num_rows, OWN_DIGEST.type)
-    return pa.table(columns, schema=VIDEOS.append(OWN_DIGEST))
+    columns[DATASET_DIGEST.name] = pa.nulls(videos.num_rows, DATASET_DIGEST.type)
+    return pa.table(columns, schema=VIDEOS.append(DATASET_DIGEST))
 
 
 def count_changed_splits(old: pa.Table, new: pa.Table) -> int:
@@ -232,11 +232,11 @@ def tables_fingerprint(*tables: pa.Table) -> str:
     return sha256.hexdigest()
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LANES = 2
-_LANE_STEPS = (_GOLDEN, np.uint64(0xD1B54A32D192ED03))
-_ROWS_AT_ONCE = 32_768
-_PARTS = 16  # a power of two
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+_NUM_LANES = 2
+_LANE_STEPS = (_GOLDEN_RATIO, np.uint64(0xD1B54A32D192ED03))
+_ROWS_PER_BATCH = 32_768
+_NUM_PARTS = 16  # a power of two
 
 
 def caption_hashes(captions: pa.Table) -> np.ndarray:
@@ -246,10 +246,10 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
         captions: Columns video_id, source (dictionary-encoded), begin_s, end_s, text.
     """
     captions = captions.select(["video_id", "source", "begin_s", "end_s", "text"]).unify_dictionaries()
-    hashes = np.empty((captions.num_rows, _LANES), np.uint64)
+    hashes = np.empty((captions.num_rows, _NUM_LANES), np.uint64)
     value_hashes: dict[str, np.ndarray] = {}
     begin = 0
-    for batch in captions.to_batches(max_chunksize=_ROWS_AT_ONCE):
+    for batch in captions.to_batches(max_chunksize=_ROWS_PER_BATCH):
         part = _hash_strings(batch["text"])
         for name in ("video_id", "source"):
             if name not in value_hashes:
@@ -280,8 +280,8 @@ def assign_ids(
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
         # Captions are matched in parts by hash value, so that sorting needs only a fraction of the memory.
-        part, old_part = _parts(hashes), _parts(old_hashes)
-        for number in range(_PARTS):
+        part, old_part = _part_numbers(hashes), _part_numbers(old_hashes)
+        for number in range(_NUM_PARTS):
             rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
             matches, old_matches = _match(hashes[rows], old_hashes[old_rows])
             ids[rows[matches]] = old_ids[old_rows[old_matches]]
@@ -290,8 +290,8 @@ def assign_ids(
     return ids, next_id + len(new_rows)
 
 
-def _parts(hashes: np.ndarray) -> np.ndarray:
-    return (hashes[:, 0] >> np.uint64(64 - _PARTS.bit_length() + 1)).astype(np.uint8)
+def _part_numbers(hashes: np.ndarray) -> np.ndarray:
+    return (hashes[:, 0] >> np.uint64(64 - _NUM_PARTS.bit_length() + 1)).astype(np.uint8)
 
 
 def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -308,7 +308,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _rank_keys(hashes: np.ndarray) -> np.ndarray:
-    """Return keys uint64[N] that tell equal captions apart.
+    """Return keys uint64[N] that distinguish equal captions.
 
     A key is the first lane of the hash, plus a multiple of the number of equal captions in earlier rows.
     """
@@ -327,14 +327,14 @@ def _rank_keys(hashes: np.ndarray) -> np.ndarray:
     begins_group[1:] = (grouped[1:] != grouped[:-1]).any(axis=1)
     position = np.arange(len(rows))
     rank = position - np.maximum.accumulate(np.where(begins_group, position, 0))
-    keys[rows[groups]] += rank.astype(np.uint64) * _GOLDEN
+    keys[rows[groups]] += rank.astype(np.uint64) * _GOLDEN_RATIO
     return keys
 
 
 def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
     """Mix values, uint64[N, 1 or 2], into hashes, uint64[N, 2], in place with the finalizer of SplitMix64."""
     hashes ^= values
-    for lane in range(_LANES):
+    for lane in range(_NUM_LANES):
         column = hashes[:, lane]
         column += _LANE_STEPS[lane]
         column ^= column >> np.uint64(30)
@@ -347,7 +347,7 @@ def _mix(hashes: np.ndarray, values: np.ndarray) -> None:
 def _hash_strings(strings: pa.Array) -> np.ndarray:
     """Return hashes of strings, uint64[N, 2]."""
     _, offset_buffer, data_buffer = strings.buffers()
-    hashes = np.zeros((len(strings), _LANES), np.uint64)
+    hashes = np.zeros((len(strings), _NUM_LANES), np.uint64)
     if data_buffer is None or offset_buffer is None:
         return hashes
     offsets = np.frombuffer(offset_buffer, np.int32)[strings.offset : strings.offset + len(strings) + 1]
@@ -360,7 +360,7 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
     position = np.arange(len(data)) - np.repeat(starts, lengths[nonempty])
     # The added 1 makes zero bytes count, so that strings that differ only in trailing zero bytes have different hashes.
     symbols = data.astype(np.uint64) + np.uint64(1)
-    for lane in range(_LANES):
+    for lane in range(_NUM_LANES):
         weights = np.random.PCG64(lane).random_raw(int(lengths.max()))
         hashes[nonempty, lane] = np.add.reduceat(weights[position] * symbols, starts)
     return hashes
@@ -370,7 +370,7 @@ _WHITESPACE = r"[\s\p{Z}]+"
 
 
 def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
-    """Return bool[N], True for captions with a likelihood below `min_likelihood`; False if there is no likelihood."""
+    """Return bool[N], True for captions whose likelihood is known and below `min_likelihood`."""
     # The bound is float32 like the column, so that a caption with exactly this likelihood is not below the bound.
     unlikely = pc.less(captions["likelihood"], pa.scalar(min_likelihood, pa.float32()))
     return np.asarray(unlikely.fill_null(False).to_numpy())
@@ -379,8 +379,8 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return bool[N], True for captions that repeat another caption with the same span and source.
 
-    Texts are compared without regard to case and whitespace. Of equal captions, all are duplicates except for the one
-    with the highest likelihood. If several have this likelihood, the first of them is not a duplicate.
+    Texts are compared without regard to case and whitespace. Among equal captions, the caption with the highest
+    likelihood is not a duplicate; if several captions have this likelihood, the first one is not.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)

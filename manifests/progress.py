@@ -185,10 +185,10 @@ def amount_text(done: float, total: int | None, unit: str) -> str:
 class ProgressRate:
     """Measure the speed of work over the second half of the elapsed time, or over the last minute if that is longer.
 
-    The first half is left out because it includes one-time work, such as starting workers and loading a model.
+    The first half is omitted because it includes one-time work, such as starting workers and loading a model.
 
     Args:
-        done: Amount of work that was done before.
+        done: Amount of work that was done before the measurement.
     """
 
     def __init__(self, done: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from clipmill.manifests.errors import folder_in_place
+from clipmill.manifests.errors import not_a_file_error
 from clipmill.manifests.storage.mirrors import mirror_of
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -52,7 +52,7 @@ def publish_atomically(path: Path) -> Iterator[Path]:
 def replace(temporary: Path, path: Path) -> None:
     """Rename a temporary file, which must be complete and flushed to disk, to `path`."""
     if path.is_dir():
-        raise folder_in_place(path)
+        raise not_a_file_error(path)
     if (mirror := mirror_of(path)) is not None:
         mirror.upload(temporary, path)
     temporary.replace(path)
@@ -125,7 +125,7 @@ def require_regular(file: Path | int, *, path: Path) -> None:
     """
     mode = os.stat(file).st_mode  # noqa: PTH116 - os.stat also accepts a descriptor
     if stat.S_ISDIR(mode):
-        raise folder_in_place(path)
+        raise not_a_file_error(path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 

@@ -57,7 +57,7 @@ OPTIONAL_CAPTIONS = pa.schema(
     ]
 )
 # SHA-256 of the captions from the dataset, for videos that also have captions from further sources.
-OWN_DIGEST = pa.field("own_captions_sha256", pa.string())
+DATASET_DIGEST = pa.field("own_captions_sha256", pa.string())
 
 REJECTED = pa.schema(
     [

@@ -53,14 +53,14 @@ class Range:
     def __str__(self) -> str:
         """Format the range for a message, as in `from 1 to 1,024`."""
         if math.isfinite(self.least) and math.isfinite(self.most):
-            return f"from {_number(self.least)} to {_number(self.most)}"
+            return f"from {_format_number(self.least)} to {_format_number(self.most)}"
         bounds = {
             "{} or more": self.least,
             "more than {}": self.above,
             "at most {}": self.most,
             "less than {}": self.below,
         }
-        conditions = [form.format(_number(bound)) for form, bound in bounds.items() if math.isfinite(bound)]
+        conditions = [form.format(_format_number(bound)) for form, bound in bounds.items() if math.isfinite(bound)]
         return " and ".join(conditions) or "a finite number"
 
 
@@ -75,7 +75,7 @@ class GoesWith:
     Attributes:
         name: Field of the other setting.
         values: Values of the other setting for which the annotated setting has an effect. If empty, any value except 0
-            and None.
+            and None counts.
         use: Text for the hint in place of these values.
     """
 
@@ -240,5 +240,5 @@ def raise_mistakes(errors: Iterable[UserError]) -> None:
         raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

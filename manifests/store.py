@@ -297,13 +297,13 @@ def promote(folder: Path, *, fingerprint: str) -> None:
             remove(path)
 
 
-def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_checksum: bool = True) -> Path:
+def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], checks_content: bool = True) -> Path:
     """Verify the size and the checksum of the table `name`, and return the path of its file.
 
     Args:
         folder: Folder of the manifest.
         manifest: Content of manifest.json.
-        has_checksum: Verify the checksum as well as the size.
+        checks_content: True to verify the checksum as well as the size.
 
     Raises:
         DamagedManifest: The file is missing, or does not match its entry in `manifest`.
@@ -320,7 +320,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], has_chec
         size_bytes = path.stat().st_size
         if size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, but manifest.json records {recorded['bytes']}")
-        if has_checksum and file_entry(path) != recorded:
+        if checks_content and file_entry(path) != recorded:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error

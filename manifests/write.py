@@ -1,6 +1,6 @@
 """Write the manifest: replace the rows of one dataset, or the captions of further sources.
 
-Every write ends with `publish_manifest`, which publishes all tables at once.
+Every write ends with `publish_manifest`, which publishes all tables together.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,7 +38,7 @@ from clipmill.manifests.previous import (
     video_table,
 )
 from clipmill.manifests.publish import publish_atomically, publish_checked_json
-from clipmill.manifests.schema import MANIFEST_FILE, MANIFEST_FORMAT, OWN_DIGEST, REJECTED
+from clipmill.manifests.schema import DATASET_DIGEST, MANIFEST_FILE, MANIFEST_FORMAT, REJECTED
 from clipmill.manifests.store import (
     CAPTIONS_FILE,
     FINGERPRINT_KEY,
@@ -58,9 +58,9 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-# Value of `dataset` for the rejected rows of further captions, of which only the rows of the last command are kept.
+# Value of `dataset` for rejected rows of further captions. Only the rows of the last command are kept.
 FURTHER = "further captions"
-_MAX_REMOVED_FRACTION = 1 / 3  # of a dataset's videos; a write that removes more is probably a mistake
+_MAX_REMOVED_FRACTION = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
 _MAX_LISTED = 3  # maximum number of videos listed in a message
 
 
@@ -129,7 +129,7 @@ def write_manifest(
     old = previous_manifest(data_dir)
     reject_further_sources(captions, old.further, dataset=dataset)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
-    other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
+    other_ids, dataset_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
     num_input_captions = captions.num_rows
     videos, captions, rejected = reject_taken_ids(dataset, videos, captions, rejected, taken_ids=other_ids)
@@ -139,7 +139,9 @@ def write_manifest(
     if (video_rows < 0).any():
         raise ValueError("captions refer to a video that is not in the table of videos")
     ids, next_id = stable_ids(
-        old, captions, is_replaced=(lambda table: find_rows(table["video_id"], own_ids) >= 0) if len(own_ids) else None
+        old,
+        captions,
+        is_replaced=(lambda table: find_rows(table["video_id"], dataset_ids) >= 0) if len(dataset_ids) else None,
     )
     new = video_table(
         dataset,
@@ -149,9 +151,11 @@ def write_manifest(
     )
     all_further = FurtherCaptions.read(old)
     further = all_further.select_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
-    removed = own_ids.filter(pc.invert(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())))
-    if not may_remove and len(removed) > _MAX_REMOVED_FRACTION * len(own_ids):
-        raise _removal_error(removed.to_pylist(), len(own_ids), dataset, num_further=len(all_further) - len(further))
+    removed = dataset_ids.filter(pc.invert(pc.is_in(dataset_ids, value_set=videos["video_id"].combine_chunks())))
+    if not may_remove and len(removed) > _MAX_REMOVED_FRACTION * len(dataset_ids):
+        raise _removal_error(
+            removed.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(further)
+        )
     all_videos = replace_dataset(old.videos, further.add_to_videos(new), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
@@ -197,7 +201,7 @@ def write_manifest(
     splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
-    num_kept = len(own_ids) - len(removed)
+    num_kept = len(dataset_ids) - len(removed)
     return WriteResult(
         folder=folder,
         dataset=dataset,
@@ -245,7 +249,7 @@ class NewManifest:
     """Content of a manifest that replaces the previous manifest.
 
     Attributes:
-        videos: Table of schema.VIDEOS and schema.OWN_DIGEST.
+        videos: Table of schema.VIDEOS and schema.DATASET_DIGEST.
         rejected: Table of schema.REJECTED.
         captions: Difference from the captions of the previous manifest.
         datasets, further: Records of the datasets and of the further sources, by name.
@@ -266,8 +270,8 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
             in the previous manifest.
     """
     videos, rejected = new.videos, new.rejected
-    if videos[OWN_DIGEST.name].null_count == videos.num_rows:
-        videos = videos.drop_columns([OWN_DIGEST.name])
+    if videos[DATASET_DIGEST.name].null_count == videos.num_rows:
+        videos = videos.drop_columns([DATASET_DIGEST.name])
     fingerprint = tables_fingerprint(videos, rejected)
     old.require_same(fingerprint)
     check_table_size(folder / VIDEOS_FILE, num_rows=len(videos), videos=videos)

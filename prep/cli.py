@@ -9,7 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 from clipmill.manifests.errors import Stopped, program_version, run_command
 from clipmill.manifests.help_text import OPTIONS, check_values, help_text, register_completion, wants_help
 from clipmill.manifests.storage.mirrors import UrlStream
-from clipmill.manifests.storage.waiting import report_waiting_with
+from clipmill.manifests.storage.waiting import set_wait_reporter
 from clipmill.prep.registry import COLUMNS, SUMMARIES
 from clipmill.shards.columns import command_for
 
@@ -100,7 +100,7 @@ app = build_app()
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _stop)
-    report_waiting_with(lambda line: print(line, file=sys.stderr, flush=True))
+    set_wait_reporter(lambda line: print(line, file=sys.stderr, flush=True))
     with redirect_stdout(UrlStream(sys.stdout)), redirect_stderr(UrlStream(sys.stderr)):
         run_command(lambda: _run(sys.argv[1:]), program="prep")
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.publish import make_folder, remove
-from clipmill.manifests.storage.mirrors import is_away
+from clipmill.manifests.storage.mirrors import is_only_in_bucket
 from clipmill.shards.column_fields import COLUMN_FIELDS, field_differences
 from clipmill.shards.columns import COLUMNS, VIDEO
 from clipmill.shards.commit_table import TableCommits
@@ -195,7 +195,7 @@ class _Part:
     def is_intact(self) -> bool:
         """Return True if the file is current and undamaged. If it is only in a bucket, only its schema is checked."""
         try:
-            if is_away(self.path):
+            if is_only_in_bucket(self.path):
                 return self._is_current(read_remote_schema(self.path))  # `prep verify` also reads the rows
             table = self.open_current()
             return table is not None and len(verify_columns(table, self.path)) >= 0

@@ -16,7 +16,7 @@ from clipmill.manifests.help_text import register_completion, wants_help
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.settings import Range
 from clipmill.manifests.storage.mirrors import UrlStream
-from clipmill.manifests.storage.waiting import report_waiting_with
+from clipmill.manifests.storage.waiting import set_wait_reporter
 from clipmill.train.commands.training import parse
 from clipmill.train.config.files import Provenance, presets_of
 from clipmill.train.config.training import TrainingSettings
@@ -148,7 +148,7 @@ def overview(
 def main() -> None:
     """Entry point of the `train` program."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        report_waiting_with(lambda line: print(line, file=sys.stderr, flush=True))
+        set_wait_reporter(lambda line: print(line, file=sys.stderr, flush=True))
     with redirect_stdout(UrlStream(sys.stdout)), redirect_stderr(UrlStream(sys.stderr)):
         run_command(_call, program="train", has_daemons=True)
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import on_one_line, quote_value
 
-_MAX_PART_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
+_MAX_READ_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def not_utf8_error(path: Path, error: UnicodeDecodeError) -> UserError:
     """Return the error for a file that is not UTF-8. The file is read again to find the number of the line."""
     line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
-        while part := file.readline(_MAX_PART_BYTES):
+        while part := file.readline(_MAX_READ_BYTES):
             decoder.decode(part)
             line_number += part.endswith(b"\n")
     return UserError(f"{path}, line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed")
@@ -120,7 +120,7 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
         hint = f"the first line must contain the column names; required: {', '.join(required)}"
         for other_separator, name in _OTHER_SEPARATORS.items():
             if separator == "," and len(header) == 1 and other_separator in header[0]:
-                hint = f"its columns are separated by {name}: save it with commas"
+                hint = f"the columns of the file are separated by {name}: save the file with commas"
         raise UserError(
             f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
         )
@@ -306,7 +306,7 @@ def log_probability(value: object) -> float | None:
 TRAIN = "train"
 VAL = "val"
 TEST = "test"
-_NAMES = {
+_SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("val", "valid", "validate", "validation"), VAL),
     **dict.fromkeys(("test", "testing"), TEST),
@@ -316,13 +316,13 @@ _WORD = re.compile(r"[a-z]+")
 
 def find_split(name: str) -> str | None:
     """Return the split for a name that a dataset uses, such as `val` for `validation`; None for unknown names."""
-    return _NAMES.get(name.strip().lower())
+    return _SPLIT_NAMES.get(name.strip().lower())
 
 
 def split_in_file_name(file_name: str) -> str:
     """Return the first split that is a word of a file name, as in `EPIC_100_validation.csv`; train by default."""
     words = _WORD.findall(file_name.lower())
-    return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
+    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), TRAIN)
 
 
 def split_of_list(path: Path, *, example: str) -> str:
@@ -334,7 +334,7 @@ def split_of_list(path: Path, *, example: str) -> str:
     Raises:
         UserError: The name does not contain a split.
     """
-    if not any(word in _NAMES for word in _WORD.findall(path.name.lower())):
+    if not any(word in _SPLIT_NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
             f"the name of {path} does not contain the split of its videos",
             hint=f"rename it so that test, val or train is a word of the name, as in {example}",
@@ -345,7 +345,7 @@ def split_of_list(path: Path, *, example: str) -> str:
 def split_of_folders(relative_path: str) -> str:
     """Return the split of a path such as `val/a/b.mp4`: the innermost folder that has the name of a split, or train."""
     folders = relative_path.split("/")[:-1]
-    return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
+    return next((_SPLIT_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _SPLIT_NAMES), TRAIN)
 
 
 class Reason(StrEnum):

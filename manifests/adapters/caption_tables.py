@@ -1,7 +1,7 @@
-"""Read tables of captions in any format: text with a header and separators, JSON, or Parquet.
+"""Read tables of captions: delimited text with a header, JSON, or Parquet.
 
 All formats have the same columns (`table_formats`). Each row is checked and converted to a `CaptionRow`. A cell may
-contain several captions: a list in JSON or Parquet, or in text a list as printed by Python, NumPy or JSON, such as
+contain a list of captions. In text, the list has the form in which Python, NumPy or JSON prints it, such as
 ['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may identify the model that wrote the captions
 (clipmill.manifests.caption_table).
 """
@@ -63,7 +63,7 @@ class CaptionRow(NamedTuple):
         source: Source; None if the row has no source.
         split: Value of the column `split`, not validated.
         group, view: Name of the moment, and name of the camera that recorded it; None if missing.
-        labels: Classes by name of the label_ column. Empty labels are omitted.
+        labels: Class in each label column, by name of the column. Empty labels are omitted.
         fault: Reason why the row is unusable, or None. With a fault, only number and video are set.
     """
 
@@ -160,7 +160,7 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # pandas writes integers as floats if the column has empty cells
         if not isinstance(value, str | int | float) or not is_encodable(str(value)):
-            raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected one class, a name or a number")
+            raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected the name or number of a class")
         label = str(value).strip()
         if label:
             # JSON has true, Python True, and spreadsheets TRUE for the same class.
@@ -251,11 +251,11 @@ def read_caption_rows(
 
     Args:
         note: Function that is called with a note about each difference from the documented format.
-        required: Columns that the table must have. A label can replace the text.
+        required: Columns that the table must have. A label column can replace the column `text`.
 
     Raises:
-        UserError: The file is not such a table, lacks a column, has two columns with the same meaning, or has times
-            that cannot be interpreted.
+        UserError: The file is not a table of captions, lacks a column, has two columns with the same meaning, or has
+            times that cannot be interpreted.
     """
     has_noted = False
     for row in map(caption_row, _named_rows(path, note=note, required=required)):
@@ -271,7 +271,7 @@ def label_columns(path: Path, *, required: Sequence[str]) -> list[str]:
     """Return the names of the label columns of a table, in alphabetical order.
 
     Args:
-        required: Columns that the table must have. A label can replace the text.
+        required: Columns that the table must have. A label column can replace the column `text`.
 
     Raises:
         UserError: The table cannot be read; see `read_caption_rows`.
@@ -291,8 +291,8 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
 
     Args:
         note: Function that is called with each note for the user.
-        source: Source of all captions, which replaces the column. By default, the file name is the source of captions
-            without a source.
+        source: Source of all captions, which overrides the column `source`. By default, the file name is the source of
+            captions without a source.
 
     Raises:
         UserError: The file cannot be read, has a different format, or lacks a column. The iteration over `batches` may
@@ -300,7 +300,7 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # A table that a model wrote has one column that is not read, about which a note is unnecessary.
+    # The column `sample` in a table from a model is ignored. A note about this column is unnecessary.
     return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 
@@ -312,7 +312,9 @@ def source_of_file(path: Path) -> str:
     """
     name = re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")
     if not name:
-        raise UserError(f"{path} has no column source, and its name is not valid as a source", hint="use --source NAME")
+        raise UserError(
+            f"{path} has captions without a source, and its name is not valid as a source", hint="use --source NAME"
+        )
     return name
 
 
@@ -338,7 +340,7 @@ def _parquet_rows(path: Path, *, required: Sequence[str], note: Callable[[str], 
     if missing := missing_columns(columns.values(), required):
         raise UserError(
             f"{path} has no column for {' and '.join(missing)} (its columns: {', '.join(header) or 'none'})",
-            hint="name them video and text; docs/datasets.md lists the other names that are recognized",
+            hint="name the columns video and text; docs/datasets.md lists the other names that are recognized",
         )
     number = 0
     try:

@@ -130,7 +130,7 @@ def read_msrvtt(
         hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or omit {infos[0].path.name}"
         raise UserError(f"no CSV file lists videos whose captions are in {infos[0].path}", hint=hint)
     if listed and not infos:
-        hint = "add the JSON file with their captions"
+        hint = "add the JSON file with the captions of these videos"
         raise UserError(f"{next(iter(listed.values()))[0]} lists videos without captions", hint=hint)
     unseen = dict(listed)
     for info in infos:

@@ -136,8 +136,8 @@ def _splits(path: Path) -> dict[str, str]:
 
 
 def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path, splits: Mapping[str, str]) -> None:
-    # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end. To
-    # keep all narrations in memory would cost more.
+    # The file is read twice, because alpha, the mean of beta over all videos of the file, is known only at the end.
+    # Keeping all narrations in memory would cost more.
     beta_of_video: dict[str, float | None] = {}
     for source_id, entry in _videos(path):
         if source_id not in beta_of_video:
@@ -315,7 +315,7 @@ def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Pat
             if clip in seen:
                 continue
             seen.add(clip)
-            video = videos.index_of(clip.source_id, split=VAL, file=path, row=row, has_own_split=True)
+            video = videos.index_of(clip.source_id, split=VAL, file=path, row=row, is_span=True)
             if video is not None:
                 origin = Origin(path, EGOMCQ, row)
                 builder.add_caption(video, text, origin, begin_s=clip.begin_s, end_s=clip.end_s, split=VAL)
@@ -327,7 +327,7 @@ def add_pairs(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
             continue
-        video = videos.index_of(row.values["video_uid"], split=TRAIN, file=path, row=row.number, has_own_split=True)
+        video = videos.index_of(row.values["video_uid"], split=TRAIN, file=path, row=row.number, is_span=True)
         if video is None:
             continue
         try:
@@ -380,7 +380,7 @@ def load_plain_pickle(path: Path) -> Any:
     except MemoryError as error:
         raise UserError(
             f"{path} requires more memory than is available",
-            hint="copy it again from its source, because it may be damaged",
+            hint="copy the file again from its source, because it may be damaged",
         ) from error
     # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
     except (

@@ -4,7 +4,7 @@ Each video file becomes a video. Its ID is the relative path without the extensi
 extension, the ID includes the extension (`file_ids`). The table has these columns:
 
 - `video`: Relative path or file name, with or without the extension. If a name without an extension matches several
-  files, it refers to the file with this ID. If no file matches, separators and case are ignored.
+  files, it refers to the file whose ID is the name. If no file matches, separators and case are ignored.
 - `text`: Caption. A row with labels does not need a text. Its caption is the name of the class, with the source
   `class`.
 - `begin_s`, `end_s` or `duration_s` (optional): Time span. Without times, a caption applies to the complete video, from
@@ -31,7 +31,7 @@ import pyarrow as pa
 from clipmill.manifests.adapters.annotations import Reason, Unusable, find_split, split_of_folders
 from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow, label_columns, read_caption_rows
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
-from clipmill.manifests.adapters.subtitles import SUFFIXES, add_companion_files, note_unread
+from clipmill.manifests.adapters.subtitles import SUFFIXES, add_companion_files, note_companion_files
 from clipmill.manifests.adapters.video_files import (
     Ambiguous,
     LooseLookup,
@@ -107,7 +107,7 @@ def read_folder(
         location = directory.resolve() if isinstance(directory, Path) else directory
         add_companion_files(builder, location, scan.companions, numbers=numbers)
     else:
-        note_unread(builder, scan.companions, numbers=numbers)
+        note_companion_files(builder, scan.companions, video_paths=numbers)
     return builder.build()
 
 
@@ -262,7 +262,7 @@ def _add_row(
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """Look up a file. If a name matches files that differ only in the extension, it refers to the file with this ID."""
+    """Look up a file. If it matches files that differ only in the extension, return the file whose ID is the name."""
     try:
         return lookup.find(name)
     except Ambiguous as error:

@@ -38,7 +38,7 @@ class FurtherReading:
     """Content of tables of captions.
 
     Attributes:
-        reading: Captions with their likelihoods, and rejected rows. There are no videos in it.
+        reading: Captions with their likelihoods, and rejected rows. It contains no videos.
         records: Record of each source by name: {"kind", "models": metadata of the models that wrote the captions}.
     """
 
@@ -69,7 +69,7 @@ def read_caption_tables(
         tables: Paths of the tables.
         videos: Videos of the manifest (schema.VIDEOS).
         dataset: Value of the column `dataset` in rejected rows.
-        source: Source of all captions, which replaces the column.
+        source: Source of all captions, which overrides the column `source`.
         limits: Limits for the times of captions. By default, there are none.
 
     Raises:

@@ -1,7 +1,7 @@
 """Read large JSON files incrementally, one entry at a time.
 
 The decoder of the standard library parses a sliding window of the file, which always contains the complete current
-entry. This is as fast as parsing the file at once, but needs memory only for the largest entry.
+entry. This is as fast as parsing the complete file, but needs memory only for the largest entry.
 """
 
 import json

@@ -10,8 +10,8 @@
 
 A caption belongs to a span of an episode in the recording of one camera. The text is the task, the group is the name of
 the episode, and the view is the short name of the camera. All other columns of the episodes become labels. An episode
-with several tasks is divided where the task of its frames changes. An episode without a task has its name as the
-caption, so that the episode keeps its split.
+with several tasks is divided where the task of its frames changes. The caption of an episode without a task is the
+name of the episode, so that the episode keeps its split.
 """
 
 import re
@@ -50,7 +50,7 @@ _FRAME_COLUMNS = ("episode_index", "timestamp", "task_index")
 _NOT_LABELS = re.compile(r"episode_index|tasks|task_index|length|dataset_(from|to)_index|(data|videos|meta|stats)/.*")
 _FIELD = re.compile(r"\{(video_key|chunk_index|file_index|episode_chunk|episode_index)(?::0?(\d)d)?\}")
 _RANGE = re.compile(r"\s*(\d{1,9})?\s*:\s*(\d{1,9})?\s*")
-_COPY_AGAIN = "copy it again; after an interrupted recording, LeRobotDataset.finalize() completes it"
+_COPY_AGAIN = "copy the dataset again; after an interrupted recording, complete it with LeRobotDataset.finalize()"
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
     """Read and validate meta/info.json. Notes for the user are appended to `notes`."""
     if isinstance(directory, str):
         problem = f"{mask_secrets(directory)} is not a local folder, and LeRobot datasets in buckets are not read"
-        raise UserError(problem, hint="copy it to a local folder first")
+        raise UserError(problem, hint="copy the dataset to a local folder first")
     require_directory(directory)
     path = directory.resolve() / "meta" / "info.json"
     if not path.exists():
@@ -241,7 +241,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
         with open_annotations(path, "rb") as file:
             info = parse_json(file.read())
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}", hint="copy it again") from error
+        raise UserError(f"{path} is not JSON: {error}", hint="copy the file again") from error
 
     def require(name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
@@ -252,7 +252,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
     version = re.fullmatch(r"v?([23])\.\d+", str(info.get("codebase_version")))
     require("codebase_version", version is not None, "v3.0, v2.1 or v2.0; LeRobot's scripts convert older datasets")
     fps, features, splits = info.get("fps"), info.get("features"), info.get("splits") or {}
-    num_per_folder = _to_whole(info.get("chunks_size", 1000))
+    num_per_folder = _to_integer(info.get("chunks_size", 1000))
     require("fps", isinstance(fps, int | float) and 0 < fps < inf, "a number above 0")
     require("chunks_size", bool(num_per_folder), "a number from 1")
     require("splits", isinstance(splits, dict), "an object")
@@ -285,15 +285,15 @@ def _views(
     """Return the short names of the cameras that have videos, by name of the feature."""
     cameras: list[str] = []
     for name, feature in features.items():
-        facts = [_dig(feature, "info"), _dig(feature, "video_info")]
-        is_depth = any(_dig(info, key) for info in facts for key in ("is_depth_map", "video.is_depth_map"))
+        facts = [_get_nested(feature, "info"), _get_nested(feature, "video_info")]
+        is_depth = any(_get_nested(info, key) for info in facts for key in ("is_depth_map", "video.is_depth_map"))
         if feature.get("dtype") == "image":
             notes.append(f"the frames of {on_one_line(name)} are images in Parquet files, which are not read")
         elif feature.get("dtype") == "video" and is_depth:
             notes.append(f"the frames of {on_one_line(name)} are depth maps, which are not read")
         elif feature.get("dtype") == "video":
             cameras.append(name)
-            if (rate := _dig(facts[0], "video.fps")) not in (None, fps):
+            if (rate := _get_nested(facts[0], "video.fps")) not in (None, fps):
                 notes.append(
                     f"{on_one_line(name)} has {quote_value(rate)} frames per second, but the dataset has {fps}"
                 )
@@ -342,13 +342,13 @@ def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]
     statistics = info.root / "meta" / "episodes_stats.jsonl"
     success: dict[str, dict[str, Any]] = {}
     for row in json_rows(statistics) if maxima and statistics.exists() else ():
-        values = {column: _dig(row.values, "stats", name, "max") for column, name in maxima.items()}
+        values = {column: _get_nested(row.values, "stats", name, "max") for column, name in maxima.items()}
         success[str(row.values.get("episode_index"))] = values
     for row in json_rows(info.annotations):
         yield row.values | success.get(str(row.values.get("episode_index")), {}), row.fault
 
 
-def _dig(value: object, *names: str) -> Any:
+def _get_nested(value: object, *names: str) -> Any:
     """Return a value in nested JSON objects, or None if the value or one of the objects is missing."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -379,7 +379,7 @@ def _read_parquet(path: Path, columns: Sequence[str], *, filters: Any = None, ar
     return table
 
 
-def _to_whole(value: object) -> int | None:
+def _to_integer(value: object) -> int | None:
     """Return a value as a non-negative integer, or None. (pandas writes 3.0 for 3 if a column has empty cells.)"""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -389,8 +389,8 @@ def _to_whole(value: object) -> int | None:
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     """Parse the metadata of an episode. Raise Unusable if it is malformed."""
     index, length, tasks = (
-        _to_whole(values.get("episode_index")),
-        _to_whole(values.get("length")),
+        _to_integer(values.get("episode_index")),
+        _to_integer(values.get("length")),
         values.get("tasks") or [],
     )
     if index is None:
@@ -406,13 +406,13 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
         end_s: Any = length / info.fps if length else inf
         if info.is_v3:
             *numbers, begin_s, end_s = (values.get(name) for name in _span_columns(camera))
-            chunk, file = map(_to_whole, numbers)
+            chunk, file = map(_to_integer, numbers)
             are_times = all(isinstance(time_s, int | float) and isfinite(time_s) for time_s in (begin_s, end_s))
             if chunk is None or file is None or not are_times:
                 continue
             location |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **location), begin_s, end_s)
-    location |= {name: _to_whole(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
+    location |= {name: _to_integer(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
     # The labels are the success of the robot, and all columns that contain neither positions nor statistics.
     labels: dict[str, object] = {}
     for name in info.successes:
@@ -487,7 +487,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         rows = (row.values for row in json_rows(path))
-        return {_to_whole(row.get("task_index")) or 0: str(row.get("task", "")).strip() for row in rows}
+        return {_to_integer(row.get("task_index")) or 0: str(row.get("task", "")).strip() for row in rows}
     columns = _parquet_columns(path)
     texts = [name for name in columns if name != "task_index"]  # "task", or the index column of a pandas table
     if "task_index" not in columns or len(texts) != 1:

@@ -78,7 +78,7 @@ class RowBuffer:
             self._values = {}
 
 
-WHOLE_VIDEO = (0.0, inf)
+COMPLETE_VIDEO = (0.0, inf)
 _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
 
 
@@ -457,7 +457,7 @@ def begin_reading(
 
 
 @dataclass(frozen=True)
-class _Unavailable:
+class _UnavailableVideo:
     reason: Reason
     detail: str
 
@@ -470,11 +470,11 @@ class AnnotatedVideos:
         self._lookup = lookup
         # Only names that differ in case are suggested: if P01_02 is missing, P01_01 is not what the user means.
         self._nearest = NearestName(files, max_compared=0)
-        self._videos: dict[str, int | _Unavailable] = {}
+        self._videos: dict[str, int | _UnavailableVideo] = {}
 
     def omit_videos(self, source_ids: Iterable[str], *, detail: str) -> None:
         """Omit videos and their captions. This must be called before any of these videos is looked up."""
-        omission = _Unavailable(Reason.LEFT_OUT, detail)
+        omission = _UnavailableVideo(Reason.LEFT_OUT, detail)
         self._videos |= {compose_unicode(source_id): omission for source_id in source_ids}
 
     def index_of(
@@ -486,7 +486,7 @@ class AnnotatedVideos:
         row: int | None,
         num_captions: int = 1,
         file_names: Sequence[str] = (),
-        has_own_split: bool = False,
+        is_span: bool = False,
     ) -> int | None:
         """Look up the video in a row of annotations.
 
@@ -496,7 +496,7 @@ class AnnotatedVideos:
             file, row: Annotation file, and index of the row, for rejected rows.
             num_captions: Number of captions in the row.
             file_names: File names to look up, in order of preference. By default, the ID is the file name.
-            has_own_split: True if the row concerns only a part of the video, so that its split may differ from the
+            is_span: True if the row concerns only a span of the video, so that its split may differ from the
                 split of the video.
 
         Returns:
@@ -511,30 +511,30 @@ class AnnotatedVideos:
         if name not in self._videos:
             self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
         video = self._videos[name]
-        if isinstance(video, _Unavailable):
+        if isinstance(video, _UnavailableVideo):
             self._builder.count_lost_captions(
                 source_id, file=file, num_captions=num_captions, reason=video.reason, detail=video.detail
             )
             return None
-        if not has_own_split and self._builder.split_of(video) != split:
+        if not is_span and self._builder.split_of(video) != split:
             detail = f"split is {split}, but {self._builder.split_of(video)} in an earlier row"
             self._builder.reject(Reason.BAD_SPLIT, file=str(file), row=row, source_id=source_id, detail=detail)
             return None
         return video
 
-    def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _Unavailable:
+    def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _UnavailableVideo:
         try:
             file = next((file for name in file_names if (file := self._lookup.find(name)) is not None), None)
         except Ambiguous as error:
-            return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
+            return _UnavailableVideo(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
             nearest = next((path for name in file_names if (path := self._nearest.find(name)) is not None), None)
             detail = "no matching video file"
-            return _Unavailable(
+            return _UnavailableVideo(
                 Reason.MISSING_FILE, detail if nearest is None else f"{detail}, the nearest is {nearest}"
             )
         number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
-        return _Unavailable(Reason.MISSING_FILE, "the video was rejected") if number is None else number
+        return _UnavailableVideo(Reason.MISSING_FILE, "the video was rejected") if number is None else number
 
 
 def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:

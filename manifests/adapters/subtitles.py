@@ -2,10 +2,10 @@
 
 A file belongs to the video with the same name in the same folder: `a.srt`, or `a.en.srt` with a language, belongs to
 `a.mp4`. The source of the captions is `subtitles`, or `asr` for the output of speech recognition, followed by the
-language, as in `subtitles-en`. Whisper writes the same words in all formats at once. If several files of a video have
-the same words, only one of them is read: JSON, which contains likelihoods, is preferred to .srt and .vtt.
+language, as in `subtitles-en`. Whisper writes the same words to a file of each format. If several files of a video
+contain the same words, only one file is read: JSON, which contains likelihoods, is preferred to .srt and .vtt.
 
-Existing libraries are not used, because none of them reports an invalid cue as such. pysubs2 reads a negative time as
+Existing libraries are not used, because none of them reports invalid cues. pysubs2 reads a negative time as
 positive, and appends comments, names of cues and cues with invalid times to the text of the previous cue. webvtt-py
 silently omits such cues. srt rejects the complete file. In this module, each cue is either valid or has a fault.
 """
@@ -31,17 +31,17 @@ from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.urls import Location, location_name, split_url
 
 MAX_FILE_BYTES = 1 << 28
-_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 # An arrow may have one to three dashes, and a fraction may follow a comma, a point or a colon, because all of these
 # occur in files that players accept.
 _TIME = r"-?(?:\d{1,4}:)?\d{1,3}:\d{1,2}(?:[.,:]\d{1,9})?"
 _TIMING = re.compile(rf"\s*(?P<begin>{_TIME})\s*-{{1,3}}>\s*(?P<end>{_TIME})(?:\s.*)?", re.DOTALL)
-_LIKE_TIMING = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
+_TIMING_CANDIDATE = re.compile(r"[\s\d:.,-]*-->|[\s\d:.,-]*:[\s\d:.,-]*->|\s*-?\d+:\S*\s*-->")
 _ARROW = "-->"
 _WORD_TIME = re.compile(r"<\d[\d:.]*><c[.>]")  # time of a word in YouTube's automatic subtitles
 _INSTANT_S = 0.02  # maximum length of a cue that only repeats lines, and of a gap between two scrolling cues
 _MAX_TIMING_CHARS = 100  # maximum length of the times in a line; matching takes quadratic time
-_PARTS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
+_FIELDS = re.compile(r"(?P<sign>-?)(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:[.,:](?P<fraction>\d+))?")
 # A tag, such as <i>, </font>, <v Name>, <c.yellow>, <00:00:01.000>, {\an8}, {y:i}, but not "I <3 you" or "{laughs}".
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>|</?>|<\d[\d:.,]*>|\{\\[^{}]*\}|\{[A-Za-z]:[^{}]*\}")
 _INVISIBLE = dict.fromkeys((0x200E, 0x200F, 0xFEFF))  # direction marks, and byte order marks in concatenated files
@@ -54,12 +54,12 @@ class Cue:
     """A timed text in a file.
 
     Attributes:
-        number: 0-based index of the cue in the file.
+        index: 0-based index of the cue in the file.
         likelihood: Mean log-probability per token, if known.
         fault: Reason why the cue is unusable, with a description, or None.
     """
 
-    number: int
+    index: int
     begin_s: float = 0.0
     end_s: float = 0.0
     text: object = ""
@@ -80,7 +80,7 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
     Raises:
         Unreadable: The content is not text.
     """
-    for mark, encoding in _MARKS:
+    for mark, encoding in _BYTE_ORDER_MARKS:
         if content.startswith(mark):
             return _decode_strictly(content, encoding), None
     head = content[:4096]
@@ -102,9 +102,9 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
 def read_cues(text: str) -> Iterator[Cue]:
     """Iterate over the cues of a SubRip or WebVTT file, in the order of the file.
 
-    The text of a cue is joined to one line, without markup and cue settings. YouTube's automatic subtitles scroll: each
-    cue repeats the previous line, and is followed by a cue of 10 ms that only repeats lines. In such files, each line
-    belongs to the cue that shows it first, and cues that only repeat lines are omitted.
+    The lines of a cue are joined into one line, without markup and cue settings. YouTube's automatic subtitles scroll:
+    each cue repeats the previous line, and is followed by a cue of 10 ms that only repeats lines. In such files, each
+    line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
         Unreadable: The file has no cues.
@@ -165,7 +165,9 @@ def read_bytes(path: Location) -> bytes:
         size_bytes = objects.info(key).size_bytes if objects is not None else Path(path).stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
-        return objects.read(key) if objects is not None else read_record(Path(path))  # a pipe would block
+        return (
+            objects.read(key) if objects is not None else read_record(Path(path))
+        )  # rejects a pipe, which would block
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
 
@@ -183,7 +185,7 @@ def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
     In WebVTT, the text of a cue cannot contain an arrow. In SubRip, a line with an arrow is text, unless it looks like
     times, or follows an empty line or the number of a cue.
     """
-    if _LIKE_TIMING.match(line, 0, _MAX_TIMING_CHARS):
+    if _TIMING_CANDIDATE.match(line, 0, _MAX_TIMING_CHARS):
         return True
     if _ARROW not in line or line.startswith("WEBVTT"):
         return False
@@ -235,19 +237,23 @@ def _cue(number: int, timing: str, texts: Sequence[str]) -> Cue:
     begin_s, end_s = _seconds(times["begin"]), _seconds(times["end"])
     if begin_s is None or end_s is None:
         return Cue(
-            number, fault=(Reason.BAD_TIME, f"the times are {quote_value(timing.strip())}: 60 minutes or seconds")
+            number,
+            fault=(
+                Reason.BAD_TIME,
+                f"the times are {quote_value(timing.strip())}, but minutes and seconds must be below 60",
+            ),
         )
     return _check_cue(Cue(number, begin_s, end_s, " ".join(texts)))
 
 
 def _check_cue(cue: Cue) -> Cue:
     fault = interval_fault(cue.begin_s, cue.end_s)
-    return cue if fault is None else Cue(cue.number, text=cue.text, fault=(Reason.BAD_TIME, fault))
+    return cue if fault is None else Cue(cue.index, text=cue.text, fault=(Reason.BAD_TIME, fault))
 
 
 def _seconds(time: str) -> float | None:
     """Convert a time to seconds, or return None if its minutes or seconds are 60 or more."""
-    match = _PARTS.fullmatch(time)
+    match = _FIELDS.fullmatch(time)
     assert match is not None, time
     hours, minutes, whole_s = (int(match[name] or 0) for name in ("hours", "minutes", "seconds"))
     if whole_s >= 60 or (match["hours"] is not None and minutes >= 60):
@@ -298,20 +304,20 @@ _ASR_SUFFIX = ".json"
 SUFFIXES = _SUBTITLE_SUFFIXES | {_ASR_SUFFIX}
 _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
 # A language (en, pt-BR), or a word that players recognize. `hi` may mean Hindi or "hearing impaired".
-_PART = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
-_MAX_PARTS = 2
+_NAME_WORD = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
+_MAX_NAME_WORDS = 2
 _MAX_LISTED = 3
 _HEAD_BYTES = 1 << 20  # size of the examined start of a file; it is large, because Whisper writes the full text first
 
 
-def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers: Collection[str]) -> None:
-    """Add a note if there are files that `add_companion_files` would read.
+def note_companion_files(builder: ReadingBuilder, files: Sequence[VideoFile], *, video_paths: Collection[str]) -> None:
+    """Add a note about the files that `add_companion_files` would read, if there are any.
 
     Args:
         files: Files with SUFFIXES in the folder of the videos.
-        numbers: Relative paths of the videos.
+        video_paths: Relative paths of the videos.
     """
-    stems = {_stem(name) for name in numbers}
+    stems = {_stem(path) for path in video_paths}
     num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
     num_asr = sum(
         _suffix(file) == _ASR_SUFFIX
@@ -328,7 +334,7 @@ def note_unread(builder: ReadingBuilder, files: Sequence[VideoFile], *, numbers:
 def _looks_like_asr(path: Location) -> bool:
     """Return True if the start of a file contains the keys of segments.
 
-    To parse the complete file would take too long for a note. Objects in a bucket are not read at all for a note.
+    For a note, parsing the complete file would take too long. Objects in a bucket are not read.
     """
     if isinstance(path, str):
         return False
@@ -349,7 +355,7 @@ def add_companion_files(
     """Add the captions in files next to videos.
 
     Args:
-        directory: Folder of the videos, which counts as the annotation file.
+        directory: Folder of the videos. It is recorded as the annotation file.
         files: Files with SUFFIXES in this folder.
         numbers: Index of each video in the builder, by relative path; None if the video was rejected.
 
@@ -387,7 +393,7 @@ def add_companion_files(
 
 
 class _Reader:
-    """Adds the captions of one video after another, and collects notes about the files."""
+    """Reader that adds the captions of each video to the builder, and collects notes about the files."""
 
     def __init__(self, builder: ReadingBuilder, directory: Location) -> None:
         self._builder, self._directory = builder, directory
@@ -419,11 +425,9 @@ class _Reader:
                 if cue.fault is not None:
                     reason, detail = cue.fault
                     source_id = self._builder.source_id_of(video)
-                    self._builder.reject(
-                        reason, file=str(file.path), row=cue.number, source_id=source_id, detail=detail
-                    )
+                    self._builder.reject(reason, file=str(file.path), row=cue.index, source_id=source_id, detail=detail)
                     continue
-                origin = Origin(file.path, source, cue.number)
+                origin = Origin(file.path, source, cue.index)
                 if self._builder.add_caption(
                     video, cue.text, origin, begin_s=cue.begin_s, end_s=cue.end_s, likelihood=cue.likelihood
                 ):
@@ -469,14 +473,14 @@ def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
         known: Stems of the videos.
 
     Returns:
-        The stem of the video, and the language, which may be empty. If no video matches, `stem` and "".
+        The stem of the video, and the language, which may be empty. If no video matches, the result is (stem, "").
     """
-    name, parts = stem, list[str]()
-    for _ in range(_MAX_PARTS + 1):
+    name, words = stem, list[str]()
+    for _ in range(_MAX_NAME_WORDS + 1):
         if name in known:
-            return name, ".".join(parts)
-        head, dot, part = name.rpartition(".")
-        if not (dot and _PART.fullmatch(part)):
+            return name, ".".join(words)
+        head, dot, word = name.rpartition(".")
+        if not (dot and _NAME_WORD.fullmatch(word)):
             break
-        name, parts = head, [part, *parts]
+        name, words = head, [word, *words]
     return stem, ""

@@ -52,10 +52,10 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, on_one_line, quote_value
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _ENCODING_NAMES = {"utf-16": "UTF-16", "utf-16-le": "UTF-16", "utf-16-be": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 _HEAD_BYTES = 4096
-_MAX_PART_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
+_MAX_READ_BYTES = 1 << 20  # maximum number of bytes that are read at once, because a line may be as long as the file
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[\r\n]*', re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
@@ -81,7 +81,7 @@ def encoding_of(path: Path) -> str:
     """
     with open_annotations(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
-        for mark, encoding in _MARKS:
+        for mark, encoding in _BYTE_ORDER_MARKS:
             if head.startswith(mark):
                 return encoding
         for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
@@ -90,7 +90,7 @@ def encoding_of(path: Path) -> str:
         file.seek(0)
         first_error: UnicodeDecodeError | None = None
         has_utf8 = has_binary = False
-        for line in iter(lambda: file.readline(_MAX_PART_BYTES), b""):
+        for line in iter(lambda: file.readline(_MAX_READ_BYTES), b""):
             if line.isascii():
                 has_binary = has_binary or _BINARY.search(line) is not None
                 continue
@@ -107,7 +107,7 @@ def encoding_of(path: Path) -> str:
     return "cp1252"
 
 
-def _head(path: Path, *, encoding: str) -> tuple[str, str | None]:
+def _read_header(path: Path, *, encoding: str) -> tuple[str, str | None]:
     """Return the line with the header, and the separator that a line above it declares for Excel (`sep=;`), or None."""
     lines = (line for line in text_lines(path, encoding=encoding) if line.strip())
     first_line = next(lines, "")
@@ -129,14 +129,14 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
     """Iterate over the rows of a text table with a header, with the documented names of the columns.
 
     Args:
-        required: Columns that the table must have. A label can replace the text.
+        required: Columns that the table must have. A label column can replace the column `text`.
         note: Function that is called with a note about each difference from the documented format.
 
     Raises:
-        UserError: The file is not such a table, lacks a column, or has two columns with the same meaning.
+        UserError: The file is not a text table, lacks a column, or has two columns with the same meaning.
     """
     encoding = note_encoding(path, note=note)
-    header_line, declared_separator = _head(path, encoding=encoding)
+    header_line, declared_separator = _read_header(path, encoding=encoding)
     separator = declared_separator or _best_separator(header_line, required=required)
     is_declared = declared_separator is not None
     names = columns_of(header_cells(header_line, separator=separator))
@@ -167,7 +167,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
             continue
         values = {columns[name]: cell for name, cell in zip(header, cells, strict=True) if name in columns}
         if separator != ",":  # numbers in tables with other separators may have decimal commas
-            for name in NUMBERS:
+            for name in NUMBER_COLUMNS:
                 if _DECIMAL_COMMA.fullmatch(cell := values.get(name, "").strip()):
                     values[name] = cell.replace(",", ".")
         yield Row(number, values)
@@ -183,7 +183,7 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     if path.suffix.lower() in LINE_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
         return {row: number for row, number in enumerate(lines) if row in requested}
-    header_line, declared_separator = _head(path, encoding=encoding)
+    header_line, declared_separator = _read_header(path, encoding=encoding)
     separator = declared_separator or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     line_of: dict[int, int] = {}
@@ -205,7 +205,7 @@ _MAX_LINE_CHARS = 1 << 20
 _MAX_LISTED = 5
 # Names of lists in the files of COCO, ActivityNet and MSR-VTT, which are not names of videos.
 _LIST_NAMES = frozenset({"annotations", "database", "sentences"})
-_SHAPES = (
+_SHAPE_HINT = (
     'use a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
     'with their captions ({"a.mp4": ["...", ...]})'
 )
@@ -246,7 +246,7 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
         raise UserError(
             f"{path} has no column for {' and '.join(missing)} (the keys of its first row: "
             f"{', '.join(map(on_one_line, first_keys[:_MAX_KEY_SETS]))})",
-            hint="name them video and text; docs/datasets.md lists the other names that are recognized",
+            hint="name the columns video and text; docs/datasets.md lists the other names that are recognized",
         )
 
 
@@ -278,14 +278,14 @@ def _has_lines(path: Path) -> bool:
 
 def _row(number: int, item: object, *, video: str | None = None) -> Row:
     """Return the row for a JSON object, or for one or several captions of `video`."""
-    if video is not None and (isinstance(item, str) or _is_texts(item)):
+    if video is not None and (isinstance(item, str) or _is_text_list(item)):
         return Row(number, {"video": video, "text": item})
     if not isinstance(item, dict):
         return Row(number, {} if video is None else {"video": video}, f"not a JSON object: {quote_value(item)}")
     return Row(number, dict(item) if video is None else {"video": video, **item})
 
 
-def _is_texts(item: object) -> bool:
+def _is_text_list(item: object) -> bool:
     return isinstance(item, list) and all(isinstance(text, str) for text in item)
 
 
@@ -306,11 +306,11 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
         elif lists := sorted(_LIST_NAMES.intersection(content)):
             raise UserError(
                 f"{path}: {lists[0]} is not a list of rows with a video and a text",
-                hint=f"{_SHAPES}; prep manifest --help lists the datasets that are read in their own form",
+                hint=f"{_SHAPE_HINT}; prep manifest --help lists the datasets that are read in their own form",
             )
     number = 0
     for video, value in content.items():
-        items = value if isinstance(value, list) and not _is_texts(value) else [value]
+        items = value if isinstance(value, list) and not _is_text_list(value) else [value]
         for item in items:
             # If the rows contain their videos, the keys are the index of pandas, or the name of the list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
@@ -334,7 +334,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
             if column.keys() != set(index):
                 raise UserError(
                     f"{path}: the rows of the column {on_one_line(name)} differ from those in the first column",
-                    hint=_SHAPES,
+                    hint=_SHAPE_HINT,
                 )
         columns = {name: [column[key] for key in index] for name, column in columns.items()}
     elif not any(isinstance(column, list | dict) for column in columns.values()):
@@ -345,7 +345,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
             f"{on_one_line(name)} {'is not a list' if length is None else 'has ' + count_noun(length, 'value')}"
             for name, length in lengths.items()
         )
-        raise UserError(f"{path}: its columns are not lists of the same length: {details}", hint=_SHAPES)
+        raise UserError(f"{path}: its columns are not lists of the same length: {details}", hint=_SHAPE_HINT)
     values: Sequence[Sequence[Any]] = list(columns.values())
     for number, cells in enumerate(zip(*values, strict=True)):
         yield Row(number, dict(zip(columns, cells, strict=True)))
@@ -505,7 +505,7 @@ SECONDARY_NAMES: Mapping[str, Sequence[str]] = {
     "duration_s": ("dauer", "duree", "duracion"),
 }
 _DURATIONS = frozenset(("durations", *NAMES["duration_s"], *SECONDARY_NAMES["duration_s"]))
-NUMBERS = ("begin_s", "end_s", "duration_s", "likelihood", *OTHER_TIMES)
+NUMBER_COLUMNS = ("begin_s", "end_s", "duration_s", "likelihood", *OTHER_TIMES)
 _LABEL = re.compile(r"label[\W_]+(?=\w)(.+)", re.IGNORECASE)
 _ELAN_FORMAT = re.compile(r" - (?:hh:mm:ss\.ms|ss\.msec)$")  # format of times, which ELAN adds to names of columns
 

@@ -14,7 +14,7 @@ after the end of the video is kept unchanged.
 test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
 ...]}. A video has five or six segments of 5 s. Each item of `times` is the first and the last segment of the moment
 according to one annotator, and there are at least four annotators. The caption gets the interval that most annotators
-marked. If several intervals are equally frequent, it gets the first of them. An interval that includes the last segment
+marked. If several intervals are equally frequent, it gets the first one. An interval that includes the last segment
 ends with this segment, or with the video if the video is shorter.
 
 Some videos (3 % of val and test) are annotated under two names that differ only in the extension. Both names refer to
@@ -167,7 +167,7 @@ def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[f
         num_segments: Number of segments of the video.
 
     Raises:
-        ValueError: `times` is not such a list, or `num_segments` is not a number from 1 to 6.
+        ValueError: `times` is not a list of such pairs, or `num_segments` is not a number from 1 to 6.
     """
     if not isinstance(num_segments, int) or not 1 <= num_segments <= _MAX_SEGMENTS:
         raise ValueError(f"num_segments is {quote_value(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")

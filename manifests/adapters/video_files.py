@@ -250,8 +250,8 @@ class VideoLookup:
 class LooseLookup:
     """Lookup of files like `VideoLookup`, but without regard to case and to the kind of path separators.
 
-    It is used for names without an exact match, because spreadsheets and other operating systems change both:
-    `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
+    This lookup is for names without an exact match, because spreadsheets and operating systems change case and
+    separators: `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
     """
 
     def __init__(self, files: Sequence[VideoFile]) -> None:
@@ -382,8 +382,8 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
     if is_web(folder):
         raise UserError(
             f"the files in {folder} cannot be listed: it is on a web server, not in a bucket",
-            hint="use `prep manifest folder` with --captions and a table whose column `video` has their names or URLs; "
-            "or copy them to a bucket",
+            hint="use `prep manifest folder` with --captions and a table whose column `video` contains the names or "
+            "URLs of the files; or copy the files to a bucket",
         )
     objects = open_objects(folder)
     files: list[VideoFile] = []
@@ -416,7 +416,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
         raise UserError(
             f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, from which "
             "sources are not read",
-            hint="use a data folder that does not contain them, with --data",
+            hint="use a data folder that does not contain the videos, with --data",
         )
     if not files:
         raise no_videos_error(folder, [], omitted=omitted)

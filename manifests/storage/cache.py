@@ -6,8 +6,9 @@
     <folder>/locks/room          lock that is held while copies are evicted to make room
     <folder>/locks/room-<bytes>-...  room that is reserved for a download while a process holds the lock of this file
 
-All locks are flocks, which end with their process. A copy in use has a shared lock. Only unused copies are evicted, the
-least recently used copy first (by mtime, which is updated at each use). Therefore, no evicted copy takes up disk space.
+All locks are flocks, which are released when their process ends. A copy in use has a shared lock. Only unused copies
+are evicted, the least recently used copy first (by mtime, which is updated at each use). Therefore, no evicted copy
+takes up disk space.
 A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local disks).
 """
 
@@ -29,10 +30,10 @@ from clipmill.manifests.locks import hold_lock, lock, try_lock
 from clipmill.manifests.publish import TEMPORARY_PREFIX, remove_temporaries, tag_errors, target_of, temporary_path
 
 FREE_FRACTION = 0.8  # default limit, as a fraction of the free disk space plus the current size of the cache
-PARTS = ("objects", "locks")  # subfolders of the cache's folder
+SUBFOLDERS = ("objects", "locks")  # subfolders of the cache's folder
 _NUM_LOCKS = 256
 _HINT = "use a larger --cache-size, or a --cache on a larger disk"
-_PIECE_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 class NoRoom(UserError):
@@ -88,7 +89,7 @@ class ObjectCache:
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
         self.folder, self._is_durable = folder, is_durable
-        self._files, self._locks = (folder / part for part in PARTS)
+        self._files, self._locks = (folder / part for part in SUBFOLDERS)
         for part in (self._files, self._locks):
             part.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
@@ -175,7 +176,7 @@ class ObjectCache:
 
         Args:
             sizes: Sizes of the objects in bytes, by name.
-            only_if_it_fits: Return False if the objects do not fit.
+            only_if_it_fits: True to return False if the objects do not fit, instead of raising an error.
 
         Raises:
             NoRoom: The objects do not fit, and `only_if_it_fits` is False.
@@ -300,7 +301,7 @@ def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
     if sha256 is not None:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(_PIECE_BYTES):
+            while piece := file.read(_BLOCK_BYTES):
                 digest.update(piece)
         if digest.hexdigest() != sha256:
             raise Damaged("its content differs from the committed content")

@@ -14,9 +14,9 @@ class Cloud:
         form: Form of the URLs, for messages.
         credentials: Variables with the credentials of an account, for messages.
         endpoints: Variables with the URL of a server other than the provider's. Messages mention the first variable.
-        allow_http: Variable that must be true if that URL begins with http://.
+        allow_http: Variable that must be true if the URL of the server begins with http://.
         reports_clock: True if the server reports a wrong clock of this machine as the cause of an error.
-        num_deleted: Maximum number of objects that one request can delete.
+        max_deletions: Maximum number of objects that one request can delete.
     """
 
     form: str
@@ -24,7 +24,7 @@ class Cloud:
     endpoints: tuple[str, ...] = ()
     allow_http: str = ""
     reports_clock: bool = False
-    num_deleted: int = 1
+    max_deletions: int = 1
 
 
 _AZURE = Cloud(
@@ -32,7 +32,7 @@ _AZURE = Cloud(
     "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_TOKEN)",
     endpoints=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     allow_http="AZURE_ALLOW_HTTP",
-    num_deleted=256,
+    max_deletions=256,
 )
 CLOUDS = {
     "s3": Cloud(
@@ -41,7 +41,7 @@ CLOUDS = {
         endpoints=("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
         allow_http="AWS_ALLOW_HTTP",
         reports_clock=True,
-        num_deleted=1000,
+        max_deletions=1000,
     ),
     "gs": Cloud(
         "gs://BUCKET/FOLDER",

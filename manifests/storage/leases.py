@@ -74,10 +74,10 @@ class Lease:
         self._etag = ""
         self._num_renewals = 0
         self._renewed_s = 0.0
-        self._since = ""
+        self._start_time = ""
         self._lock = threading.Lock()
         self._released = threading.Event()
-        self._lost_to: str | None = None
+        self._new_holder: str | None = None
 
     def acquire(self) -> None:
         """Take the lease without waiting, and renew it in the background until it is released.
@@ -88,7 +88,7 @@ class Lease:
         """
         free = self._find_free()
         start_s = now_s()
-        self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._start_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
             self._etag = self._objects.write(
                 self.key, self._content(), only_new=free is None, replaces=free.etag if free else None
@@ -104,14 +104,14 @@ class Lease:
         Args:
             on_wait: Function that is called once with the note in the lease if the lease is not free.
         """
-        has_told = False
+        has_reported = False
         while True:
             try:
                 self.acquire()
                 return
             except LeaseHeld as held:
-                if not has_told:
-                    has_told = True
+                if not has_reported:
+                    has_reported = True
                     on_wait(held.note)
             # Wait until the object is rewritten, but only for a limited time, because the holder may have died.
             state, interval_s = self._state(), _FIRST_POLL_S
@@ -154,7 +154,7 @@ class Lease:
     def require(self) -> None:
         """Raise LeaseLost if another process could take over the lease before a request ends; see `objects.Guard`."""
         with self._lock:
-            if self._lost_to is None and not is_trusted(self._renewed_s):
+            if self._new_holder is None and not is_trusted(self._renewed_s):
                 self._renew()
             self.require_not_lost()
 
@@ -166,15 +166,15 @@ class Lease:
         """
         with self._lock:
             self._note = text
-            if self._lost_to is None:
+            if self._new_holder is None:
                 self._renew()
             self.require_not_lost()
 
     def require_not_lost(self) -> None:
         """Raise LeaseLost if the lease is known to be lost."""
-        if self._lost_to is not None:
+        if self._new_holder is not None:
             raise LeaseLost(
-                f"the lock of {self._resource} was taken over by {self._lost_to}, because it was not renewed for "
+                f"the lock of {self._resource} was taken over by {self._new_holder}, because it was not renewed for "
                 f"{EXPIRY_S:g} s; nothing more is published; run the same command again"
             )
 
@@ -182,14 +182,14 @@ class Lease:
         """Release the lease if this process still holds it."""
         self._released.set()
         with self._lock:
-            if self._lost_to is None:
+            if self._new_holder is None:
                 with suppress(OSError):  # if the request fails, the lease expires
                     self._rewrite(released_content())
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(RENEWAL_S):
             with self._lock:
-                if self._released.is_set() or self._lost_to is not None:
+                if self._released.is_set() or self._new_holder is not None:
                     return
                 with suppress(OSError, UserError):  # retried in the next period; `require` raises an error in time
                     self._renew()
@@ -209,7 +209,7 @@ class Lease:
             except Conflict:
                 record, info = read_info(self._objects, self.key)
                 if info is None or record.get("token") != self.token:
-                    self._lost_to = name_of(record) or "another process, which has finished"
+                    self._new_holder = name_of(record) or "another process, which has finished"
                     return False
                 if is_last:
                     raise
@@ -219,7 +219,7 @@ class Lease:
     def _content(self) -> bytes:
         record = {
             **process_record(),
-            "since": self._since,
+            "since": self._start_time,
             "token": self.token,
             "renewals": self._num_renewals,
             "note": self._note,
@@ -259,11 +259,11 @@ class Lease:
 def server_time_s(objects: Objects) -> float:
     """Return the current time of the server in seconds since the epoch, as the time of a new object."""
     while True:
-        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # other commands remove it after a kill
+        key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, others remove it
         objects.write(key, b"")
         try:
             return objects.info(key).modified_s
-        except FileNotFoundError:  # another command has just cleaned it up
+        except FileNotFoundError:  # another command has just removed the object
             continue
         finally:
             objects.delete(key)

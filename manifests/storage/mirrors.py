@@ -4,8 +4,8 @@
 remove or open. The module does not access buckets. If no data folder or run is in a bucket, no other module of this
 package is imported.
 
-A mirror is mounted by the process that opens a URL, and by each of its workers on any machine before the first task of
-the worker (`mounting.py`, `Mirror.access`).
+A mirror is mounted by the process that opens a URL, and by each of its workers, on any machine, before the worker's
+first task (`mounting.py`, `Mirror.access`).
 """
 
 import os
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from clipmill.manifests.errors import UserError, folder_in_place
+from clipmill.manifests.errors import UserError, not_a_file_error
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 _MISTYPED = re.compile(r"(s3|gs|az|abfs|https?)(?::/(?!/)|//)(.*)", re.DOTALL)
@@ -56,7 +56,7 @@ class Mirror(Protocol):
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         """Read a range of bytes from an object, without a local copy."""
 
-    def is_away(self, path: Path) -> bool:
+    def is_only_in_bucket(self, path: Path) -> bool:
         """Return True if the content of a durable file is only in the bucket."""
 
     def open(self, path: Path) -> int | None:
@@ -78,19 +78,19 @@ class Mirror(Protocol):
         self,
         name: str,
         *,
-        unless: re.Pattern[str] | None = None,
+        conflicting_locks: re.Pattern[str] | None = None,
         on_wait: Callable[[str], object] | None = None,
     ) -> AbstractContextManager[None]:
         """Context manager that holds the lock of a column or a run.
 
         Args:
             name: Key of the lock.
-            unless: Pattern of the names of other locks that no other command may hold.
+            conflicting_locks: Pattern of the names of other locks that no other command may hold.
             on_wait: Function that is called once with the name of the holder. If it is set, wait until a lock that its
                 holder no longer renews has expired.
 
         Raises:
-            LeaseHeld: Another command holds the lock, or a lock whose name matches `unless`.
+            LeaseHeld: Another command holds the lock, or a lock whose name matches `conflicting_locks`.
         """
 
     def lock_names(self) -> list[str]:
@@ -143,7 +143,7 @@ def mount(mirror: Mirror) -> None:
 
 
 def mirror_of(path: Path) -> Mirror | None:
-    """Return the mirror that a path belongs to, or None if it belongs to none."""
+    """Return the mirror that a path belongs to, or None if the path is not in a mirror."""
     if not _mounted:
         return None
     text = os.fspath(path)
@@ -173,10 +173,10 @@ def local_copy(path: Path) -> Iterator[None]:
         yield
 
 
-def is_away(path: Path) -> bool:
+def is_only_in_bucket(path: Path) -> bool:
     """Return True if the content of a durable file is only in a bucket, so that opening the file fetches the object."""
     mirror = mirror_of(path)
-    return mirror is not None and mirror.is_away(path)
+    return mirror is not None and mirror.is_only_in_bucket(path)
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
@@ -201,7 +201,7 @@ def file_state(path: Path) -> tuple[int, int]:
         return mirror.state(path)
     state = path.stat()
     if stat.S_ISDIR(state.st_mode):
-        raise folder_in_place(path)
+        raise not_a_file_error(path)
     return state.st_size, state.st_mtime_ns
 
 
@@ -218,7 +218,7 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 
 
 def show_urls(text: str) -> str:
-    """Replace the local folders of mirrors with their URLs in a text for people."""
+    """Replace the local folders of mirrors with their URLs in a text for users."""
     for folder, mirror in _mounted.items():
         # A digit that follows belongs to the name of a different folder: host-10 is not host-1.
         text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.url.replace("\\", r"\\"), text)

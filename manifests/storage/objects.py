@@ -80,7 +80,7 @@ class ObjectInfo:
 
 
 class Listing:
-    """Lists the objects under one URL.
+    """Listing of the objects under one URL.
 
     Args:
         errors: Function that takes a key and returns a context manager for requests, which converts errors.
@@ -117,7 +117,7 @@ class Listing:
                 if self._scheme != "s3":
                     raise UserError(
                         f"{self._url} contains an object whose name cannot be listed: {odd.strerror}",
-                        hint="rename or remove it with the provider's tools",
+                        hint="rename or remove the object with the provider's tools",
                     ) from None
                 from clipmill.manifests.storage.s3_requests import S3Requests
 
@@ -264,7 +264,7 @@ class Changes:
         """Delete objects."""
         import obstore
 
-        num_per_request = cloud_of(self._url).num_deleted
+        num_per_request = cloud_of(self._url).max_deletions
         self._count(-(-len(keys) // num_per_request), 0)
         num_at_once = num_per_request * _NUM_BATCHES
         for start in range(0, len(keys), num_at_once):

@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 
 from clipmill.manifests.storage.stores import UnusableResponse, storage_errors
 
-_LIFETIME = timedelta(minutes=15)  # of a signed URL
+_LIFETIME = timedelta(minutes=15)  # lifetime of a signed URL
 _TIMEOUT_S = 30.0
-_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)  # before each retry
+_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)  # pause before each retry
 _LAST_PARAMETER = "x-clipmill"  # query parameter that servers ignore, because its name begins with x-
 
 
@@ -44,7 +44,7 @@ class OpenUpload:
 
 
 class S3Requests:
-    """Sends requests to a bucket. Keys are relative to a URL such as `s3://bucket/folder`.
+    """Client that sends requests to a bucket. Keys are relative to a URL such as `s3://bucket/folder`.
 
     All methods raise the same errors as the methods of `clipmill.manifests.storage.objects.Objects`.
 

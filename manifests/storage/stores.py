@@ -170,7 +170,7 @@ class AccessRefused(StorageRefused, PermissionError):
 class AccessDenied(AccessRefused):
     """The credentials are valid, but do not allow the request."""
 
-    concerns_all = False
+    denies_bucket = False
 
 
 class NoCredentials(AccessRefused):

@@ -26,7 +26,7 @@ from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
 
 Location = Path | str  # a local path, or a URL
 
-_PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/]*)/*(.*)", re.DOTALL)
+_ROOT_AND_KEY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/]*)/*(.*)", re.DOTALL)
 _USER = re.compile(r"(?<=://)[^/\s@]*@")
 _QUERY = re.compile(r"(\bhttps?://[^\s?#\"']*)[?#][^\s\"']*", re.IGNORECASE)
 
@@ -60,7 +60,7 @@ def split_url(url: str) -> tuple[str, str]:
         UserError: The URL contains a user name or password, or it is an `http(s)` URL with a query string.
         ValueError: The text is not a URL.
     """
-    match = _PARTS.fullmatch(url)
+    match = _ROOT_AND_KEY.fullmatch(url)
     if match is None:
         raise ValueError(f"not a URL: {mask_secrets(url)}")
     root, key = match.groups()

@@ -272,7 +272,7 @@ class WorkingCopy:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._fetch, fetch_queue):
                 pass
-        # Journals come last, so that the recipe of a removed folder has been removed before.
+        # Journals come last, so that the recipe of a removed folder is already removed.
         for key in sorted(states.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
@@ -285,7 +285,7 @@ class WorkingCopy:
         set_stamp(path, info, is_content=True)
 
     def open(self, path: Path) -> int | None:
-        if not self.is_away(path):
+        if not self.is_only_in_bucket(path):
             return None
         if not path.name.endswith(_LARGE_SUFFIXES):
             self._provide(path)
@@ -314,7 +314,7 @@ class WorkingCopy:
 
     @contextmanager
     def local_copy(self, path: Path) -> Iterator[None]:
-        if not self.is_away(path):
+        if not self.is_only_in_bucket(path):
             yield
             return
         self._provide(path)
@@ -333,7 +333,7 @@ class WorkingCopy:
     def read_range(self, path: Path, offset: int, size: int) -> bytes:
         return self.objects.read_range(self.key_of(path), offset, size)
 
-    def is_away(self, path: Path) -> bool:
+    def is_only_in_bucket(self, path: Path) -> bool:
         if TEMPORARY_PREFIX in self.key_of(path):
             return False
         try:
@@ -399,7 +399,7 @@ class WorkingCopy:
             info = self.objects.info(new_key)
             if self._listed is not None:
                 self._listed[info.key] = info
-            set_stamp(path, info, is_content=not self.is_away(path))
+            set_stamp(path, info, is_content=not self.is_only_in_bucket(path))
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
@@ -438,7 +438,7 @@ class WorkingCopy:
         self,
         name: str,
         *,
-        unless: re.Pattern[str] | None = None,
+        conflicting_locks: re.Pattern[str] | None = None,
         on_wait: Callable[[str], object] | None = None,
     ) -> Iterator[None]:
         self.require_listed()
@@ -451,15 +451,21 @@ class WorkingCopy:
         with self.leases.hold(lease):
             if lease.replaced != listed_lock:  # another command held the lock after the listing
                 self.sync()
-            if unless is not None:
-                if held := held_leases(self.objects, unless):
+            if conflicting_locks is not None:
+                if held := held_leases(self.objects, conflicting_locks):
                     key, record = min(held.items())
                     holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
                     raise LeaseHeld(
                         f"another command is writing to {self.url} ({holder})", hint="wait until it finishes"
                     )
-                locks = {info.key: info for info in self.objects.list(recursive=False) if unless.fullmatch(info.key)}
-                if locks != {key: info for key, info in (self._listed or {}).items() if unless.fullmatch(key)}:
+                locks = {
+                    info.key: info
+                    for info in self.objects.list(recursive=False)
+                    if conflicting_locks.fullmatch(info.key)
+                }
+                if locks != {
+                    key: info for key, info in (self._listed or {}).items() if conflicting_locks.fullmatch(key)
+                }:
                     self.sync()
             yield
 

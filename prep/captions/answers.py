@@ -97,10 +97,10 @@ def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Pic
     """
     import cv2
 
-    from clipmill.shards.pages.figures import evenly_within
+    from clipmill.shards.pages.figures import middle_items
 
     pictures = []
-    for frame in content.frames(evenly_within(range(content.num_frames), at_most=count)):
+    for frame in content.frames(middle_items(range(content.num_frames), at_most=count)):
         picture = np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8)
         height, width = picture.shape[:2]
         scale = size / max(height, width)

@@ -76,7 +76,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """
     path = lock_path(data_dir, column)
     if (mirror := mirror_of(data_dir)) is not None:
-        with mirror.column_lock(path.name, unless=part_lock_names(column)):
+        with mirror.column_lock(path.name, conflicting_locks=part_lock_names(column)):
             yield
         return
     file_lock = FileLock.take(path)

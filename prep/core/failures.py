@@ -208,7 +208,7 @@ def loss_code(*, crashed: bool) -> FailureCode:
 
 def refusal_code(refused: StorageRefused) -> FailureCode:
     """Return the failure code for a request that object storage refused."""
-    return FailureCode.STORAGE_REFUSED if refused.concerns_all else FailureCode.ACCESS_REFUSED
+    return FailureCode.STORAGE_REFUSED if refused.denies_bucket else FailureCode.ACCESS_REFUSED
 
 
 class SourceFailure(Exception):

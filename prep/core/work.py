@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.plugins import import_late, import_object
-from clipmill.manifests.storage.mirrors import is_away
+from clipmill.manifests.storage.mirrors import is_only_in_bucket
 from clipmill.prep.core.column import ColumnSpec, PendingWork, StoredRecipe
 from clipmill.shards.merged_table import CHUNKS_FILE
 from clipmill.shards.reader import CommittedShard, Variant
@@ -142,7 +142,9 @@ class ColumnWork:
         """Return the problems of a variant's extra files, which the next run rebuilds."""
         # Do not fetch a merged table that is only in a bucket; `prep verify` fetches and checks it.
         files = (
-            file for file in self.extra_files if file is not MERGED_TABLE or not is_away(variant.directory / file.name)
+            file
+            for file in self.extra_files
+            if file is not MERGED_TABLE or not is_only_in_bucket(variant.directory / file.name)
         )
         return [problem for file in files if (problem := file.problem(variant)) is not None]
 

@@ -69,8 +69,8 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
                 as_failure(FailureCode.SOURCE_TRUNCATED, "reading failed inside the file"),
             ):
                 timeline, _ = read_timeline(container, file=file, on_packet=lambda packet: on_read())
-        if timeline.cut:
-            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
+        if timeline.truncation:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.truncation)
         if timeline.track != track.index:  # the first track has only one frame
             with open_video(source) as container:
                 track = _read_track(container, find_track(container, timeline.track))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from clipmill.manifests.caption_spans import open_stored_captions
-from clipmill.manifests.errors import FOLDER_IN_PLACE, Inaccessible, UserError, first_line
+from clipmill.manifests.errors import NOT_A_FILE, Inaccessible, UserError, first_line
 from clipmill.manifests.formatting import count_noun, size_text
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.schema import MANIFEST_FILE
@@ -490,7 +490,7 @@ def repair_text(command: str, messages: Iterable[str]) -> str:
         messages: Descriptions of the damage. If a folder has the name of a file, the user has to move the folder first,
             because no command replaces it.
     """
-    has_folder = any(FOLDER_IN_PLACE in message for message in messages)
+    has_folder = any(NOT_A_FILE in message for message in messages)
     first_step = "remove or move the folders that are in place of files, then " if has_folder else ""
     return f"to repair, {first_step}run: {command}"
 

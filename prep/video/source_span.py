@@ -181,8 +181,8 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
                 rows.append((_find_offset(file, offset, content), len(content), zlib.crc32(content), flags))
 
         timeline, packets = read_timeline(container, file=file, on_packet=add)
-        if timeline.cut:
-            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.cut)
+        if timeline.truncation:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.truncation)
         if timeline.track != probed.track:
             raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame")
         unit, start = track.time_base or Fraction(1), timeline.start

@@ -115,7 +115,7 @@ class StagedSources:
             assert self._folder is not None, "copies require a folder"
             target = self._folder / f"continuous.{CONTINUOUS_FORMAT}"
             with as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be copied"), as_source_failure():
-                copied = write_continuous(path, target, with_sound=keeps_audio, on_packet=self._on_wait)
+                copied = write_continuous(path, target, keeps_audio=keeps_audio, on_packet=self._on_wait)
             copied = replace(copied, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
             self._continuous = (key, target, replace(source, timeline=copied.to_json()))
         return self._continuous[1:]

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
-from clipmill.manifests.storage.cache import FREE_FRACTION, PARTS, CachedFile, NoRoom, ObjectCache
+from clipmill.manifests.storage.cache import FREE_FRACTION, SUBFOLDERS, CachedFile, NoRoom, ObjectCache
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.sources.remote import as_source_failure, object_state, objects_of, source_state
@@ -37,7 +37,7 @@ import fcntl, os, shutil, sys
 folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 fcntl.flock(folder, fcntl.LOCK_EX)
 os.fchdir(folder)
-for part in {PARTS!r}:
+for part in {SUBFOLDERS!r}:
     shutil.rmtree(part, ignore_errors=True)
 if os.path.samestat(os.stat(sys.argv[1]), os.fstat(folder)):
     os.rmdir(sys.argv[1])
@@ -62,7 +62,7 @@ def _lock_root() -> Path:
     while True:
         folder = open_private(root)
         if is_first := lock(folder, waits=False):
-            for part in PARTS:
+            for part in SUBFOLDERS:
                 shutil.rmtree(root / part, ignore_errors=True)
         lock(folder, is_shared=True)
         if is_still_at(root, folder):

@@ -30,7 +30,7 @@ def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
     return [items[round(number * last / max(1, count - 1))] for number in range(count)]
 
 
-def evenly_within(items: Sequence[Item], *, at_most: int) -> list[Item]:
+def middle_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
     """Divide a sequence into up to `at_most` equal parts, and return the middle item of each part."""
     count = min(len(items), at_most)
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
@@ -107,10 +107,10 @@ def _encode_image(
 
 
 MAX_BINS = 32
-# Maximum number of labels on the axis, if a bar represents a single integer, and if it represents several integers.
+# Maximum number of labels on the axis: if each bar represents one integer, and if it represents several integers.
 _MAX_LABELS, _MAX_RANGE_LABELS = 8, 4
-# A histogram of unbounded values omits a long tail: the last percent of the values, or the last five if there are few
-# values (at most a tenth of them), if the highest value is more than 1.5 times the value at which the tail begins.
+# The tail of unbounded values is the highest percent, or the highest five values if that is more, but at most a tenth
+# of the values. A histogram omits the tail if the highest value is more than 1.5 times the value before the tail.
 _TAIL_FRACTION, _TAIL_VALUES, _TAIL_FACTOR = 0.01, 5, 1.5
 
 
@@ -175,11 +175,14 @@ class Histogram:
             if not count:
                 continue
             text = f"{self.bin_text(number)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
-            parts = {"kept": count}
+            counts = {"kept": count}
             if self.kept is not None:
-                parts = {"all": count, "kept": int(self.kept[number])}
-                text += f", {parts['kept']:,} kept"
-            heights = {name: max(1.0, 100 * part / self.max_count) if part else 0.0 for name, part in parts.items()}
+                counts = {"all": count, "kept": int(self.kept[number])}
+                text += f", {counts['kept']:,} kept"
+            heights = {
+                name: max(1.0, 100 * number_of_values / self.max_count) if number_of_values else 0.0
+                for name, number_of_values in counts.items()
+            }
             bars.append(Bar(10 * number, text, heights))
         return bars
 

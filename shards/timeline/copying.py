@@ -32,7 +32,7 @@ def write_continuous(
     source: "str | os.PathLike[str]",
     target: "str | os.PathLike[str]",
     *,
-    with_sound: bool,
+    keeps_audio: bool,
     on_packet: Callable[[], None] = lambda: None,
 ) -> Timeline:
     """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the file.
@@ -40,7 +40,7 @@ def write_continuous(
     Nothing is re-encoded. The first audio stream keeps its offset to the video of the same part.
 
     Args:
-        with_sound: True to copy the first audio stream too.
+        keeps_audio: True to copy the first audio stream as well.
         on_packet: Function that is called for every packet that is read.
 
     Raises:
@@ -56,7 +56,7 @@ def write_continuous(
         av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,
     ):
         track = find_track(container, timeline.track)
-        sounds = list(container.streams.audio)[:1] if with_sound else []
+        sounds = list(container.streams.audio)[:1] if keeps_audio else []
         video = _VideoWriter(output, track, packets, start=timeline.start)
         writers: dict[int, Any] = {track.index: video}
         writers |= {sound.index: _SoundWriter(output, sound, video) for sound in sounds}
@@ -94,7 +94,7 @@ class _VideoWriter:
         self._number, self._last_key = 0, NO_TIME
 
     def position(self) -> tuple[int, Fraction]:
-        """Return the index of the part that is being written, and its length so far in seconds."""
+        """Return the index of the part that is being written, and the length of the part so far in seconds."""
         row = max(0, self._number - 1)
         part = bisect_right(self._first_packets, row) - 1
         return part, int(self._times[row] - self._times[self._first_packets[part]]) * self._unit
@@ -115,7 +115,8 @@ class _SoundWriter:
     """Writer for the packets of an audio track.
 
     The timestamps of audio and video do not restart at the same packet. A part of the audio begins where the audio
-    timestamps restart, at most a second after the part of the video. Audio that overlaps the previous part is omitted.
+    timestamps restart, at most a second after the corresponding part of the video. Audio that overlaps the previous
+    part is omitted.
     """
 
     def __init__(self, output: "OutputContainer", sound: "Stream", video: _VideoWriter) -> None:
@@ -149,8 +150,8 @@ def _add_stream(output: "OutputContainer", stream: Any) -> tuple[Any, Callable[[
     """Add a stream with the parameters of `stream` to `output`.
 
     Returns:
-        The new stream, and a function that converts packets for it. It moves parameter sets from the header into the
-        packets, because they may change within the stream.
+        The new stream, and a function that converts packets for it. The function moves parameter sets from the header
+        into the packets, because parameter sets may change within the stream.
     """
     from av.bitstream import BitStreamFilterContext
 

@@ -75,14 +75,14 @@ class Shape:
         if kind == "transposed":
             direction = {(True, True): "cclock_flip", (True, False): "clock", (False, True): "cclock"}
             return [("transpose", {"dir": direction.get((b > 0, c > 0), "clock_flip")})]
-        if kind == "turned":
+        if kind == "tilted":
             return [("rotate", {"a": f"{self.degrees:.3f}*PI/180"})]
         return [*([("hflip", {})] if a < 0 else []), *([("vflip", {})] if d < 0 else [])]
 
     @property
-    def is_turned(self) -> bool:
+    def is_tilted(self) -> bool:
         """True if frames are rotated by an angle that is not a multiple of 90 degrees."""
-        return self._kind() == "turned"
+        return self._kind() == "tilted"
 
     @property
     def degrees(self) -> float:
@@ -95,7 +95,7 @@ class Shape:
         tolerance = 0.02 * max(a, b, c, d)  # about one degree
         if max(b, c) <= tolerance:
             return "upright"
-        return "transposed" if max(a, d) <= tolerance else "turned"
+        return "transposed" if max(a, d) <= tolerance else "tilted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,11 @@ class Timeline:
         end: End of the last frame in seconds from time 0.
         last: Start of the last frame in seconds from time 0.
         rate: Average frame rate in frames per second; 0 if unknown.
-        missing: Seconds between the last packet and the end stated in the header; 0 if rounding can explain them.
-        cut: Description of the missing end of a truncated file; empty if the file is complete.
+        missing: Seconds from the last packet to the end stated in the header; 0 if rounding can explain the difference.
+        truncation: Description of the missing end of a truncated file; empty if the file is complete.
         is_continuous: True if the timeline equals the timestamps of the file minus `start`.
-        is_blind: True if a seek may land between two keyframes, or in the middle of an audio frame.
+        is_blind: True if the container has no list of keyframes, so that a seek may land between two keyframes, or in
+            the middle of an audio frame.
         is_indexed: True if an index in the file lists its packets. Otherwise, a probe reads all packets.
         key_gap: Longest time between two keyframes in seconds; 0 if every seek lands on a keyframe.
         shape: Crop and orientation of the frames.
@@ -130,7 +131,7 @@ class Timeline:
     last: Fraction = Fraction(0)
     rate: Fraction = Fraction(0)
     missing: Fraction = Fraction(0)
-    cut: str = ""
+    truncation: str = ""
     is_continuous: bool = True
     is_blind: bool = False
     is_indexed: bool = True
@@ -200,7 +201,8 @@ class TrackPackets:
         durations: Durations, int64 [packets]; 0 where unknown.
         is_shown: True for each packet that is displayed, bool [packets]. Edit lists hide packets that are needed only
             to decode other packets.
-        restarts: Pairs (first packet of a part, offset that was added to the timestamps of the part).
+        restarts: Parts between restarts of the timestamps, as pairs (index of the first packet, offset that was added
+            to the timestamps).
     """
 
     times: NDArray[np.int64]
@@ -278,10 +280,11 @@ def average_rate(stream: "VideoStream") -> Fraction:
 def frame_times(
     source: "str | os.PathLike[str]", timeline: Timeline, *, begin: Fraction, end: Fraction
 ) -> NDArray[np.float64]:
-    """Return the times of the frames of a continuous source that begin between about `begin` and `end`, in seconds.
+    """Return the times in seconds of the frames from `begin` to `end` in a continuous source, float64 [frames].
 
-    Nothing is decoded: the times are the sorted timestamps of the packets. Very small packets are omitted, because in
-    some codecs they mean that the decoder skips a frame.
+    Some frames before `begin` and after `end` may be included. Nothing is decoded: the times are the
+    sorted timestamps of the packets. Very small packets are omitted, because in some codecs they mean that the decoder
+    skips a frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.

@@ -64,7 +64,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
         notes.append(f"HDR ({_TRANSFERS[frame.color_trc]}): colours are unchanged, without tone mapping")
     if any(shape.crop):
         notes.append(f"the container crops {frame.width}x{frame.height} to {width}x{height}")
-    if shape.is_turned:
+    if shape.is_tilted:
         notes.append(f"rotated by {shape.degrees:.0f} degrees inside its frame, with black corners")
     if frame.interlaced_frame:
         notes.append("interlaced; it is not deinterlaced")
@@ -157,7 +157,7 @@ def displayed_frames(
 
 
 class UprightFilter:
-    """Filter that crops frames and turns them upright. The graph is rebuilt if their resolution or format changes.
+    """Filter that crops frames and turns them upright. If the resolution or format changes, the graph is rebuilt.
 
     Args:
         aspect: Pixel aspect ratio (width / height) of the input. The output has square pixels.
@@ -171,7 +171,7 @@ class UprightFilter:
         self._graph_key: tuple[int, int, str] | None = None
 
     def apply(self, frame: "av.VideoFrame") -> "av.VideoFrame":
-        """Return a frame as it is displayed. Its time does not change."""
+        """Return a frame as it is displayed. The time of the frame does not change."""
         if not self._filters:
             return frame
         from av.filter import Graph

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(1, 5)  # minimum decrease of decoding times at a restart; muxers cause smaller ones by rounding
+RESTART_S = Fraction(
+    1, 5
+)  # minimum decrease of decoding times at a restart; muxers round, which causes smaller decreases
 _GAP_S, _GAP_FRAMES = 5.0, 50  # minimum pause between two frames to note
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
 _MAX_GUESS_FRAMES = 4  # maximum error when libav guesses a missing timestamp, in frames or fields
@@ -108,7 +110,7 @@ def find_restarts(
         may_wrap: True if a part after a restart may seem to begin hours later.
 
     Returns:
-        Pairs (first packet of a part, offset to add to the timestamps of the part).
+        Parts, as pairs (index of the first packet, offset to add to the timestamps).
 
     Raises:
         TimelineError: A timestamp is damaged.
@@ -158,7 +160,7 @@ def sequence_header(packet: "Packet[Stream]", *, codec: str) -> bytes:
 
 
 def decode_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fraction] | None:
-    """Decode a keyframe packet to find its width, height and pixel aspect ratio; None if it cannot be decoded alone."""
+    """Decode a keyframe packet to find its width, height and pixel aspect ratio; None if decoding fails."""
     import av
 
     decoder: Any = av.VideoCodecContext.create(stream.codec_context.codec.name, "r")
@@ -176,8 +178,8 @@ def decode_shape(stream: "VideoStream", content: bytes) -> tuple[int, int, Fract
 def decode_order(container: "InputContainer", stream: "VideoStream", *, num_packets: int) -> NDArray[np.int64] | None:
     """Decode a stream to find the rank of each packet in presentation order, int64 [packets].
 
-    This is needed if a container has only decoding times. The result is None if packets are displayed in file order, or
-    if the ranks cannot be determined.
+    The ranks are needed if a container has only decoding times. The result is None if packets are displayed in file
+    order, or if the ranks cannot be determined.
     """
     import av
 
@@ -217,9 +219,9 @@ def count_avi_frames(file: "IO[bytes]", track: int) -> int:
 
 
 def is_truncated_avi(file: "IO[bytes]") -> bool:
-    """Return True if an outermost list of an AVI extends beyond the end of the file.
+    """Return True if a top-level list of an AVI extends beyond the end of the file.
 
-    Files above 1 GB have several outermost lists.
+    Files above 1 GB have several top-level lists.
     """
     position, size_bytes = 0, file.seek(0, io.SEEK_END)
     while position < size_bytes:
@@ -235,7 +237,7 @@ def is_truncated_avi(file: "IO[bytes]") -> bool:
 # Formats of streams without a container. libav generates timestamps for them, which change after a seek.
 _RAW_FORMATS = frozenset({"h264", "hevc", "mpegvideo"})
 # Formats without a list of keyframes, in which a seek may land on any packet.
-_BLIND_SEEK_FORMATS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
+_IMPRECISE_SEEK_FORMATS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 # Formats with 33-bit timestamps. libav unwraps them, so a part may seem to begin a day after the previous part.
 _WRAPPING_FORMATS = frozenset({"mpegts", "mpeg", "wtv"})
 # Formats that store decoding times. For other formats, libav derives decoding times from presentation times.
@@ -364,8 +366,10 @@ def read_timeline(
                 f"a second FLV file begins after byte {end_byte}, at {float(timeline.end):.2f} s, but libav does not"
                 " read it: split the file at that byte",
             )
-    missing, cut = _find_missing_end(container, track, timeline, last_end=last_end, file=file)
-    return _check_timeline(replace(timeline, missing=missing, cut=cut), num_packets=len(track.times)), packets
+    missing, truncation = _find_missing_end(container, track, timeline, last_end=last_end, file=file)
+    return _check_timeline(
+        replace(timeline, missing=missing, truncation=truncation), num_packets=len(track.times)
+    ), packets
 
 
 class _PacketList:
@@ -379,7 +383,7 @@ class _PacketList:
         self.durations: list[int] = []
         self.flags: list[int] = []  # 1: keyframe, 2: hidden by an edit list
         self.num_untimed = 0  # number of packets before the first packet with a timestamp
-        self.is_cut = False  # True if the last packet is truncated
+        self.is_truncated = False  # True if the last packet is truncated
         self.is_bidirectional: list[bool] = []  # True for B pictures; only for MPEG-1 and MPEG-2
         self.key_packets: list[tuple[int, bytes]] = []  # index and bytes of keyframe packets with a new sequence header
         self._header = b""
@@ -387,7 +391,7 @@ class _PacketList:
     def add(self, packet: "Packet[Stream]") -> None:
         """Append a packet."""
         pts, dts = packet.pts, packet.dts
-        self.is_cut = packet.is_corrupt
+        self.is_truncated = packet.is_corrupt
         time = dts if pts is None else pts
         if time is None:
             self.num_untimed += self.times[-1:] in ([], [NO_TIME])
@@ -468,7 +472,7 @@ class _PacketList:
         if name == "avi" and file is not None and stream.average_rate == 1 / unit:
             end = max(end, count_avi_frames(file, stream.index))  # empty frames at the end repeat the last frame
         aspects, shape_notes = self._find_shapes(times, unit=unit, start=start)
-        is_blind = name in _BLIND_SEEK_FORMATS
+        is_blind = name in _IMPRECISE_SEEK_FORMATS
         keys = np.concatenate([np.sort(times[is_key & is_shown]), [end]])
         timeline = Timeline(
             track=stream.index,
@@ -534,9 +538,9 @@ def _find_missing_end(
     if "mp4" in container.format.name and 0 < len(track.times) == track.num_indexed <= track.stream.frames:
         has_header = False  # all packets in the index were read; libav may omit packets that an edit list hides
     if has_header and last_end < header - _HEADER_TOLERANCE_S:
-        cut = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(last_end):.2f} s"
-        return header - last_end, cut
-    return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_cut else ""
+        truncation = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(last_end):.2f} s"
+        return header - last_end, truncation
+    return Fraction(0), f"the last of {len(track.times)} frames is truncated" if track.is_truncated else ""
 
 
 def _check_timeline(timeline: Timeline, *, num_packets: int) -> Timeline:

@@ -1,6 +1,6 @@
 """Detect truncated files, in which the structure of the container extends beyond the end of the file.
 
-A check reads only the headers of elements, and skips their content, so it reads a few kilobytes of hours of video.
+A check reads only the headers of elements and skips their content, which is a few kilobytes for hours of video.
 """
 
 import io
@@ -8,7 +8,7 @@ from typing import IO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
-_OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
+_OGG_MAX_PAGE_BYTES = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
 _INDEX_BOXES = frozenset({b"moof", b"moov", b"meta"})  # meta is the index of an image file
 _MEDIA_BOXES = frozenset({b"mdat", b"moof", b"moov"})
@@ -34,7 +34,7 @@ def find_truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> 
 
 
 def require_complete(content: bytes, *, format_name: str) -> None:
-    """Raise a ValueError if a file in memory is truncated, or if its container does not show whether it is.
+    """Raise a ValueError if a file in memory is truncated, or if its container does not show whether it is complete.
 
     libav would decode a truncated file as if it were a complete, shorter video.
 
@@ -79,8 +79,8 @@ def _check_matroska(file: "IO[bytes]", size_bytes: int) -> str | None:
         head = file.read(12)
         header = ebml_header(head)
         if header is None:
-            is_cut = len(head) < 12 and any(head)
-            return _describe_truncation("an element header", size_bytes + 1, size_bytes) if is_cut else None
+            is_truncated = len(head) < 12 and any(head)
+            return _describe_truncation("an element header", size_bytes + 1, size_bytes) if is_truncated else None
         element, header_bytes, length = header
         position += header_bytes
         if length is None:  # live stream: continue with the elements inside, as if they followed this element
@@ -89,8 +89,8 @@ def _check_matroska(file: "IO[bytes]", size_bytes: int) -> str | None:
             continue
         position += length
         if position > size_bytes:
-            part = {_SEGMENT: "the segment", _CLUSTER: "a cluster"}.get(element, "an element")
-            return _describe_truncation(part, position, size_bytes)
+            structure = {_SEGMENT: "the segment", _CLUSTER: "a cluster"}.get(element, "an element")
+            return _describe_truncation(structure, position, size_bytes)
         if element == _SEGMENT:
             return ""
     return None
@@ -150,7 +150,7 @@ def _check_avi(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 
 def _check_ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
-    start = max(0, size_bytes - _OGG_LONGEST_PAGE)
+    start = max(0, size_bytes - _OGG_MAX_PAGE_BYTES)
     file.seek(start)
     tail = file.read()
     page = tail.rfind(b"OggS\0")
@@ -245,16 +245,16 @@ def _check_gif(file: "IO[bytes]", size_bytes: int) -> str | None:
             file.seek(position)
             length = file.read(1)[0]
             position += 1 + length
-    is_cut = length > 0 or position > size_bytes
-    return _describe_truncation("a block", max(position, size_bytes + 1), size_bytes) if is_cut else None
+    is_truncated = length > 0 or position > size_bytes
+    return _describe_truncation("a block", max(position, size_bytes + 1), size_bytes) if is_truncated else None
 
 
 def _color_table_bytes(flags: bytes) -> int:
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0
 
 
-def _describe_truncation(part: str, end: int, size_bytes: int) -> str:
-    return f"truncated: {part} ends at byte {end}, but the file has {size_bytes} bytes"
+def _describe_truncation(structure: str, end: int, size_bytes: int) -> str:
+    return f"truncated: {structure} ends at byte {end}, but the file has {size_bytes} bytes"
 
 
 # Name of the demuxer in libav -> check with the signature (file, size in bytes), and the result of `find_truncation`.

@@ -261,7 +261,9 @@ def test_metadata_that_cannot_be_read_are_refused(folder: Path) -> None:
     assert "is not JSON" in refusal()
     (folder / "meta/info.json").unlink()
     assert "is not a LeRobot dataset: it has no meta/info.json" in refusal()
-    assert "LeRobot datasets in buckets are not read: copy it to a local folder" in refusal("s3://bucket/lerobot")
+    assert "LeRobot datasets in buckets are not read: copy the dataset to a local folder" in refusal(
+        "s3://bucket/lerobot"
+    )
 
 
 def test_lines_that_are_not_episodes_are_rejected(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ neither is this
 
 def cues(text: str) -> list[tuple[float, float, object]]:
     cue_list = list(read_cues(text))
-    assert [cue.number for cue in cue_list] == list(range(len(cue_list))) and not any(cue.fault for cue in cue_list)
+    assert [cue.index for cue in cue_list] == list(range(len(cue_list))) and not any(cue.fault for cue in cue_list)
     return [(cue.begin_s, cue.end_s, cue.text) for cue in cue_list]
 
 
@@ -99,8 +99,8 @@ def test_vtt_without_its_header_names_comments_styles_and_settings() -> None:
         ("00:00:02,000 --> 00:00:01,000", "end_s is 1.0, expected a time after begin_s, 2.0"),
         ("00:00:01,000 --> 00:00:01,000", "end_s is 1.0, expected a time after begin_s, 1.0"),
         ("-00:00:01,000 --> 00:00:02,000", "begin_s is -1.0"),
-        ("00:00:61,000 --> 00:02:00,000", "60 minutes or seconds"),
-        ("00:61:00,000 --> 02:00:00,000", "60 minutes or seconds"),
+        ("00:00:61,000 --> 00:02:00,000", "minutes and seconds must be below 60"),
+        ("00:61:00,000 --> 02:00:00,000", "minutes and seconds must be below 60"),
         ("00:00:01,000 --> 00:00:xx,000", "the times are '00:00:01,000 --> 00:00:xx,000'"),
         ("00:00:xx,000 --> 00:00:03,000", "the times are '00:00:xx,000 --> 00:00:03,000'"),
         ("soon --> later", "the times are 'soon --> later'"),
@@ -130,7 +130,7 @@ def test_a_vtt_cue_with_malformed_times_is_a_fault(times: str, name: str) -> Non
 def test_malformed_times_right_after_the_text_of_an_srt_cue_are_a_fault_and_arrows_in_it_are_text() -> None:
     text = "00:00:00,000 --> 00:00:01,000\nfrom a --> b\nand 3:1 --> 2\n00:00:xx,000 --> 00:00:03,000\nspoilt\n"
     assert [cue.text for cue in read_cues(text) if cue.fault is None] == ["from a --> b and 3:1 --> 2"]
-    assert [cue.number for cue in read_cues(text) if cue.fault is not None] == [1]
+    assert [cue.index for cue in read_cues(text) if cue.fault is not None] == [1]
 
 
 def test_a_text_without_cues_is_unreadable() -> None:

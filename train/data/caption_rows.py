@@ -268,7 +268,7 @@ def make_clip_table(
     num_unusable = Counter[Unusable]()
     num_not_embedded = num_shortened = 0
     for stored in spans.blocks(split_captions.videos):
-        block = stored.each_caption() if each_caption or selected is not None else stored
+        block = stored.expand_captions() if each_caption or selected is not None else stored
         rank = split_captions.rank_of_code[block.source]
         if stored_text is not None:
             video_row = np.repeat(block.video, block.counts).astype(np.int64)

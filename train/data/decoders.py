@@ -114,7 +114,7 @@ def read_chunk(
         )
     # Rejected credentials affect all chunks and end the run, but access to a single source file may also be denied.
     except UserError as error:
-        if isinstance(error, StorageRefused) and not error.concerns_all:
+        if isinstance(error, StorageRefused) and not error.denies_bucket:
             raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
         raise
     except (OSError, Damaged, Inaccessible) as error:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, jpeg_uri, small_clip, small_frame
+from clipmill.shards.pages.figures import CLIP_FPS, data_uri, jpeg_uri, middle_items, small_clip, small_frame
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.data.caption_rows import usable_captions
@@ -214,6 +214,6 @@ def clip_figure(
     shown = ShownClip() if player is None else player.show(clip)
     return {
         **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},
-        "frames": [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)],
+        "frames": [jpeg_uri(frame) for frame in middle_items(pictures, at_most=at_most)],
         **{"video": shown.video, "picture": shown.picture if shown.video else ""},
     }

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from clipmill.manifests.errors import UserError, first_line
 from clipmill.manifests.locks import open_private, private_root
 from clipmill.manifests.publish import parse_json
-from clipmill.manifests.storage.mirrors import is_away, local_copy, mirror_of
+from clipmill.manifests.storage.mirrors import is_only_in_bucket, local_copy, mirror_of
 from clipmill.train.data.order import LoaderState
 from clipmill.train.distributed.world import World
 
@@ -322,7 +322,7 @@ def open_part(path: Path) -> BinaryIO:
         OSError: The file cannot be read.
         ValueError: The checksum of the file does not match.
     """
-    if not is_away(path):
+    if not is_only_in_bucket(path):
         return path.open("rb")
     from clipmill.shards.opening import open_regular
 
@@ -347,7 +347,7 @@ def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
     cache = ObjectCache(folder, limit_bytes=sys.maxsize, is_durable=False)
 
     def open_shared(path: Path) -> BinaryIO:
-        if not is_away(path):
+        if not is_only_in_bucket(path):
             return path.open("rb")
 
         def fetch(target: Path) -> None:
@@ -376,7 +376,7 @@ def _find_damage(path: Path, facts: Mapping[str, Any]) -> str | None:
     if (size_bytes := path.stat().st_size) != facts["size_bytes"]:
         return f"{path.name} has {size_bytes} of {facts['size_bytes']} bytes"
     # The checksum of a part that exists only in a bucket is verified when the part is opened.
-    is_sound = is_away(path) or file_facts(path) == facts
+    is_sound = is_only_in_bucket(path) or file_facts(path) == facts
     return None if is_sound else f"the checksum of {path.name} does not match"
 
 

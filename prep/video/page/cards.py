@@ -37,7 +37,7 @@ from clipmill.prep.core.failures import SourceFailure
 from clipmill.shards.columns import INDEXED, SOURCE_MEMBER
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
 from clipmill.shards.opening import Damaged
-from clipmill.shards.pages.figures import CLIP_FPS, data_uri, evenly_within, small_clip
+from clipmill.shards.pages.figures import CLIP_FPS, data_uri, middle_items, small_clip
 from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 
@@ -353,7 +353,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
             for caption in description["captions"]
         )
         chunk = read_chunk(shard, row)
-        frames = evenly_within(range(entry["num_frames"]), at_most=_NUM_PICTURES)
+        frames = middle_items(range(entry["num_frames"]), at_most=_NUM_PICTURES)
         # In an encoded chunk, only the required packets are decoded. An indexed chunk is decoded from its source.
         pictures = decode_frames(chunk.mp4, entry, frames=frames) if chunk.mp4 else chunk.frames(frames)
         details["pictures"] = tuple(

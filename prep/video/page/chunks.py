@@ -22,7 +22,7 @@ from clipmill.prep.core.plan import is_readable, problems_of
 from clipmill.shards.chunk_table import Moments, order_of, read_chunk_rows
 from clipmill.shards.columns import CAPTIONS
 from clipmill.shards.opening import Damaged
-from clipmill.shards.pages.figures import Histogram, evenly_within, histogram
+from clipmill.shards.pages.figures import Histogram, histogram, middle_items
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
@@ -203,9 +203,7 @@ def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     remainder_order = np.argsort(np.floor(exact) - exact, kind="stable")
     counts[remainder_order[: total - int(counts.sum())]] += 1
     picked = [
-        np.flatnonzero(chunks.split == split)[
-            np.array(evenly_within(range(int(sizes[split])), at_most=count), np.int64)
-        ]
+        np.flatnonzero(chunks.split == split)[np.array(middle_items(range(int(sizes[split])), at_most=count), np.int64)]
         for split, count in enumerate(counts.tolist())
     ]
     return np.sort(np.concatenate(picked))

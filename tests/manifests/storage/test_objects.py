@@ -112,7 +112,7 @@ def test_a_server_that_does_not_answer_is_named_once(
     told: list[str] = []
     monkeypatch.setattr(waiting, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(waiting, "_PERIOD_S", 0.1)
-    waiting.report_waiting_with(told.append)
+    waiting.set_wait_reporter(told.append)
     try:
         objects = open_objects(bucket)
         objects.write("k", CONTENT)
@@ -120,7 +120,7 @@ def test_a_server_that_does_not_answer_is_named_once(
         faults.set(Fault("hang", times=1))
         assert objects.read("k") == CONTENT
     finally:
-        waiting.report_waiting_with(None)
+        waiting.set_wait_reporter(None)
     assert told == [f"waiting for {bucket}, which has not responded for 0.2 s; giving up after 2 minutes"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from clipmill.prep.captions.answers import Answer, answers_in, decode_pictures
 from clipmill.prep.core.chunk_content import read_chunk
 from clipmill.prep.core.data_folder import column_lock
-from clipmill.shards.pages.figures import evenly_within
+from clipmill.shards.pages.figures import middle_items
 from clipmill.shards.reader import Variant
 from tests.prep.captions.server import MODEL, Reply, Request, Server, completion, describe_pictures, run_server
 from tests.prep.running import MARK, Ran, contents, prep_here, processes, start, wait_until
@@ -78,8 +78,8 @@ def test_the_server_is_sent_the_frames_that_are_decoded_and_its_log_equals_the_c
 
 
 def test_frames_are_in_the_middle_of_equal_parts() -> None:
-    assert evenly_within(range(450), at_most=3) == [75, 225, 375]
-    assert evenly_within(range(2), at_most=8) == [0, 1]
+    assert middle_items(range(450), at_most=3) == [75, 225, 375]
+    assert middle_items(range(2), at_most=8) == [0, 1]
 
 
 def test_another_prompt_makes_another_variant_and_another_address_does_not(shard_set: ShardSet, tmp_path: Path) -> None:

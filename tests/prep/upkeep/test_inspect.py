@@ -17,7 +17,7 @@ from clipmill.prep.video.inspection import gop_line
 from clipmill.prep.video.page.cards import decode_frames, jpeg
 from clipmill.prep.video.page.write import PAGE_CHUNKS, write_chunk_page
 from clipmill.shards.format import PACKET_KEY, PACKET_REFERENCE
-from clipmill.shards.pages.figures import evenly_within
+from clipmill.shards.pages.figures import middle_items
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran
 from tests.prep.sets import NASTY, ShardSet, rerun
@@ -128,7 +128,7 @@ def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
     for image in page.images:
         with av.open(BytesIO(image), "r", format="jpeg_pipe") as container:
             numbers.append(read_frame_number(next(container.decode(video=0)).to_ndarray(format="gray")))
-    long, short = evenly_within(range(60), at_most=4), evenly_within(range(30), at_most=4)
+    long, short = middle_items(range(60), at_most=4), middle_items(range(30), at_most=4)
     expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
     assert numbers == expected
     assert "&lt;script&gt;" in text and "5 chunks of 2 videos" in text and "showing" not in text

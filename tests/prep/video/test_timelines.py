@@ -141,7 +141,7 @@ def test_a_copy_is_made_where_key_frames_go_back(tmp_path: Path) -> None:
         ffmpeg(*pictures, "-preset", "ultrafast", "-muxdelay", 0, "-output_ts_offset", begin_s, stream)
     source, copy = tmp_path / "joined.ts", tmp_path / "copy.nut"
     source.write_bytes(join_streams(*streams))
-    timeline = write_continuous(source, copy, with_sound=False)
+    timeline = write_continuous(source, copy, keeps_audio=False)
     times_s = frame_times(copy, timeline, begin=Fraction(0), end=timeline.end)
     begins_s = np.array([0, 0.35, 0.85])[:, None] + np.arange(5) / FPS
     np.testing.assert_allclose(times_s, np.sort(begins_s, axis=None), atol=1e-4)

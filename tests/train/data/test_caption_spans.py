@@ -67,8 +67,8 @@ def folder_of(path: Path, splits: tuple[str, ...], *, num_videos: int = NUM_VIDE
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data folder with a manifest whose files have many batches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(caption_spans, "_BATCH", 500)
-        patch.setattr(caption_spans, "_TEXTS", 400)
+        patch.setattr(caption_spans, "_CAPTIONS_PER_BATCH", 500)
+        patch.setattr(caption_spans, "_TEXTS_PER_BATCH", 400)
         return folder_of(tmp_path_factory.mktemp("spans"), ("train", "val"))
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_atomically, publish_json
-from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, evenly_within
+from clipmill.shards.pages.figures import data_uri, evenly_spaced_items, middle_items
 from clipmill.shards.pages.templates import SEARCH_SCRIPT, load_template
 from clipmill.train.data.chunks import ClipReader
 from clipmill.train.data.samples import Samples
@@ -368,7 +368,7 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     """
     import cv2
 
-    sheet_frames = evenly_within(list(frames), at_most=_MAX_FRAMES)
+    sheet_frames = middle_items(list(frames), at_most=_MAX_FRAMES)
     if not sheet_frames:
         return ""
     height, width = sheet_frames[0].shape[:2]

@@ -24,7 +24,7 @@ from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.shards.pages.figures import evenly_spaced_items, evenly_within, jpeg_uri, png_uri
+from clipmill.shards.pages.figures import evenly_spaced_items, jpeg_uri, middle_items, png_uri
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
@@ -308,7 +308,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
         clips,
         display=Display(
             samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),
-            frames=evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES),
+            frames=middle_items(range(settings.num_frames), at_most=_MAX_FRAMES),
             to_display=_to_display(settings),
         ),
         autocast=trained.precision.autocast,
