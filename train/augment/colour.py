@@ -1,14 +1,14 @@
-"""Colour kinds: the six supported encodings of RGB as Y, U and V, with exact conversion matrices.
+"""The six supported colour encodings, which represent RGB as Y, U and V, with exact conversion matrices.
 
-A kind is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, numbered
-in this order. The weights of red and blue are from the ITU-R recommendations with these names, and the matrix
+An encoding is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, in
+this order. The weights of red and blue are from the ITU-R recommendations with these names, and the matrix
 coefficient codes are from H.273. This module does not load torch.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-COLOUR_KINDS = (
+COLOUR_ENCODINGS = (
     "bt601-limited",
     "bt601-full",
     "bt709-limited",
@@ -24,20 +24,20 @@ _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2  # AVCOL_RANGE_JPEG in libav
 
 
-def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
-    """Return the colour kind of a decoded frame.
+def colour_encoding(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
+    """Return the number of a decoded frame's colour encoding.
 
     Args:
         colorspace: Matrix code in libav (`frame.colorspace`). An unspecified matrix is treated as BT.601, as in ffmpeg.
-        color_range: Range code in libav (`frame.color_range`): 2 means full range, all other codes limited range.
+        color_range: Range code in libav (`frame.color_range`): 2 means full range; all other codes mean limited range.
         is_full_format: True if the pixel format implies full range (such as yuvj420p).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)
 
 
 def rgb_matrices() -> NDArray[np.float64]:
-    """Return the affine map of each kind, [6, 3, 4], from (Y, U, V, 1) with values 0..255 to R, G and B in 0..1."""
-    matrices = np.empty((len(COLOUR_KINDS), 3, 4))
+    """Return the affine map of each encoding, [6, 3, 4], from (Y, U, V, 1) with values 0..255 to R, G and B in 0..1."""
+    matrices = np.empty((len(COLOUR_ENCODINGS), 3, 4))
     for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
         green = 1 - red - blue
         from_ypbpr = np.array(

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 # SimCLR's range of the blur's standard deviation (Chen et al. 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
-_NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
+_DRAWN_NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
 _OPERATION_PROBABILITY = 0.5
 # Range of the erased box's area as a fraction of the frame, and maximum aspect ratio of the box (Zhong et al. 2020,
 # table 1 and section 3).
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MAX_ASPECT = 10 / 3
 _BOX_ATTEMPTS = 10
-_SEEDS = 2.0**53
+_NUM_SEEDS = 2.0**53
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,26 @@ def draw_parameters(positions: Positions, settings: Augment, *, seed: int) -> Dr
     The result is a pure function of the seed and the positions (clipmill.train.device.random).
     """
     positions = np.asarray(positions, dtype=np.int64)
-    values_BN = draw_uniform(positions, len(_NAMES), seed=seed, purpose="augment")
-    drawn = dict(zip(_NAMES, values_BN.T, strict=True))
+    values_BN = draw_uniform(positions, len(_DRAWN_NAMES), seed=seed, purpose="augment")
+    uniform = dict(zip(_DRAWN_NAMES, values_BN.T, strict=True))
     factors = {
-        name: _scale_to_range(drawn[name], max(0.0, 1 - strength), 1 + strength)
+        name: _scale_to_range(uniform[name], max(0.0, 1 - strength), 1 + strength)
         for name, strength in (
             ("brightness", settings.brightness),
             ("contrast", settings.contrast),
             ("saturation", settings.saturation),
         )
     }
-    sigma_px = _scale_to_range(drawn["sigma"], MIN_SIGMA_PX, MAX_SIGMA_PX)
+    sigma_px = _scale_to_range(uniform["sigma"], MIN_SIGMA_PX, MAX_SIGMA_PX)
     operation_BN, strength_BN = _draw_operations(positions, settings, seed=seed)
     return Draw(
-        flip=drawn["flip"] < settings.flip,
-        hue=_scale_to_range(drawn["hue"], -settings.hue, settings.hue),
-        blur_sigma_px=np.where(drawn["blur"] < settings.blur, sigma_px, np.float32(0)),
+        flip=uniform["flip"] < settings.flip,
+        hue=_scale_to_range(uniform["hue"], -settings.hue, settings.hue),
+        blur_sigma_px=np.where(uniform["blur"] < settings.blur, sigma_px, np.float32(0)),
         operation=operation_BN,
         strength=strength_BN,
         box=_draw_boxes(positions, settings.erase, seed=seed),
-        noise_seed=(draw_uniform(positions, 1, seed=seed, purpose="erase/noise")[:, 0] * _SEEDS).astype(np.int64),
+        noise_seed=(draw_uniform(positions, 1, seed=seed, purpose="erase/noise")[:, 0] * _NUM_SEEDS).astype(np.int64),
         **factors,
     )
 
@@ -115,7 +115,7 @@ def _draw_operations(
 
 
 def _draw_boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Draw boxes with random areas and aspect ratios, [B, 4]. A clip gets the first of ten boxes that fits, if any."""
+    """Draw boxes with random areas and aspect ratios, [B, 4]. A clip gets the first of ten that fits, or no box."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4
@@ -155,7 +155,7 @@ def _draw_boxes(positions: Positions, probability: float, *, seed: int) -> NDArr
 # different numbers on a GPU and on a CPU.
 
 
-# BT.601 weights, which are used for clips of every colour kind. They equal torchvision's weights, but sum to exactly 1.
+# BT.601 weights, used for clips with any colour encoding. They equal torchvision's weights, but sum to exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
@@ -221,8 +221,8 @@ def erase_clips(video: torch.Tensor, draw: Draw) -> None:
     size_px = video.shape[-1]
     for number in np.flatnonzero(draw.box[:, 0]):
         rows, columns = box_slices(draw.box[number], size_px=size_px)
-        erased = video[number, ..., rows, columns]
-        erased.copy_(_noise(int(draw.noise_seed[number]), erased.shape, device=video.device))
+        box = video[number, ..., rows, columns]
+        box.copy_(_noise(int(draw.noise_seed[number]), box.shape, device=video.device))
 
 
 def box_slices(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
@@ -237,8 +237,8 @@ def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Te
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
-    drawn = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
-    radius, angle = (-2 * torch.log1p(-drawn[:num_pairs])).sqrt_(), drawn[num_pairs:] * (2 * math.pi)
+    uniform = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
+    radius, angle = (-2 * torch.log1p(-uniform[:num_pairs])).sqrt_(), uniform[num_pairs:] * (2 * math.pi)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)
 
 
@@ -257,7 +257,7 @@ def to_model_input(
 
     Args:
         video: Frames as Y, U and V planes, uint8 [B, T, S * S * 3 // 2].
-        colour: Colour kinds of the clips (clipmill.train.augment.colour), uint8 [B], on the same device.
+        colour: Colour encoding of each clip (clipmill.train.augment.colour), uint8 [B], on the device of `video`.
         size_px: Side length S of the frames, even.
         mean, std: Mean and standard deviation of each channel, for values from 0 to 1.
         draw: Augmentation parameters; None for no augmentation.
@@ -312,7 +312,7 @@ def convert_planes(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """Convert and normalise the planes for `to_model_input`; the arguments suit torch.compile without graph breaks.
+    """Convert and normalise the planes for `to_model_input`. torch.compile compiles this function as one graph.
 
     Args:
         to_rgb_B34: Conversion matrix of each clip (`rgb_matrices`).

@@ -1,8 +1,8 @@
 """RandAugment (Cubuk et al. 2020) on the device. All strengths increase with the magnitude, as in timm.
 
-Several operations are drawn for each clip, with replacement. Each is applied with probability 1/2, and with the same
-strength in all frames. The strength s is normally distributed around magnitude / 10, and clamped to [0, 1]. Operations
-with two directions get a random sign:
+Several operations are drawn for each clip, with replacement. Each operation is applied with probability 1/2, and with
+the same strength in all frames. The strength s is normally distributed around magnitude / 10, and clamped to [0, 1].
+Operations with two directions get a random sign:
 
     autocontrast, equalize, invert   have no strength; the first two use the statistics of each frame
     posterize                        keeps 4 - floor(4 s) bits
@@ -40,7 +40,7 @@ from clipmill.train.device.transfer import constant_tensor, send
 Triple = tuple[float, float, float]  # values for R, G and B
 Operation = tuple[str, float]  # name, and strength from -1 to 1, whose sign is the direction
 
-_MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _LEAST_FACTOR = 4, 110, 0.9, 0.1
+_MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _MIN_FACTOR = 4, 110, 0.9, 0.1
 _MAX_ROTATION, _MAX_SHEAR, _MAX_TRANSLATION = math.radians(30), 0.3, 0.45
 _HALF, _WHITE = 128, 255
 
@@ -167,7 +167,7 @@ def _table(step: Sequence[Operation]) -> NDArray[np.uint8]:
 
 
 def _factor(strength: float) -> float:
-    return max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
+    return max(_MIN_FACTOR, 1 + _MAX_CHANGE * strength)
 
 
 def _autocontrast(clips_NPHW: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ intervals of all events of the same kind are merged. The parts of a step are
 
 Communication lasts from the first byte to the end of a collective on this rank, including the time that an early rank
 waits for the other ranks. The exchange of failures and signals before a step (clipmill.train.engine.failures) is not
-included. Recording makes steps slower; `unrecorded_s` is the time of a step without it.
+included. Recording makes steps slower; `unrecorded_s` is the time of a step without recording.
 """
 
 import os
@@ -113,31 +113,31 @@ def breakdowns(events: Sequence[Event]) -> list[Breakdown]:
     """Break down each step in the profile of a rank."""
     steps = [event for event in events if event.name == _STEP and not event.is_on_device]
     threads, has_device = {step.thread for step in steps}, any(event.is_on_device for event in events)
-    computing, communicating = [], []
+    compute_events, communication_events = [], []
     for event in events:
         name = event.name
         if name.startswith("gloo:") or (event.is_on_device and "nccl" in name.lower()):
-            communicating.append(event)
+            communication_events.append(event)
         elif (event.is_on_device and not name.startswith(("Memcpy", "Memset"))) or (
             not has_device and name.startswith("aten::") and event.thread in threads
         ):
-            computing.append(event)
-    return [_break_down_step(step, computing, communicating) for step in steps]
+            compute_events.append(event)
+    return [_break_down_step(step, compute_events, communication_events) for step in steps]
 
 
-def _break_down_step(step: Event, computing: Sequence[Event], communicating: Sequence[Event]) -> Breakdown:
+def _break_down_step(step: Event, compute_events: Sequence[Event], communication_events: Sequence[Event]) -> Breakdown:
     changes = [(step.end, 0, 0)]
-    for kind, events in enumerate((computing, communicating)):
+    for kind, events in enumerate((compute_events, communication_events)):
         for event in events:
             start, end = max(event.begin, step.begin), min(event.end, step.end)
             if start < end:
                 changes += [(start, kind, 1), (end, kind, -1)]
     # Seconds with and without computation (first key) and communication (second key).
-    seconds, running, now = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
+    seconds, num_running, previous = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
     for time, kind, change in sorted(changes):
-        seconds[running[0] > 0, running[1] > 0] += (time - now) / 1e6
-        running[kind] += change
-        now = time
+        seconds[num_running[0] > 0, num_running[1] > 0] += (time - previous) / 1e6
+        num_running[kind] += change
+        previous = time
     return Breakdown(
         total_s=(step.end - step.begin) / 1e6,
         compute_s=seconds[True, False] + seconds[True, True],
@@ -175,16 +175,16 @@ def run_breakdown(
             hint="omit --parallel.stages",
             flags=("--parallel.stages",),
         )
-    opened, measured = open_bench(spec, settings, world, seconds=seconds), []
+    opened, results = open_bench(spec, settings, world, seconds=seconds), []
     with convert_failures(opened.settings):
         for name in strategies:
-            changed = replace(
+            changed_task = replace(
                 opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
             )
             for exchange in exchanges:
                 with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
-                    measured.append(measure_breakdown(changed, exchange=exchange, seconds=seconds))
-    return {"strategies": measured, **facts_of(opened)}
+                    results.append(measure_breakdown(changed_task, exchange=exchange, seconds=seconds))
+    return {"strategies": results, **facts_of(opened)}
 
 
 def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
@@ -251,9 +251,9 @@ def _record_events(device: torch.device) -> Iterator[list[Event]]:
     if device.type != "cuda":  # without a GPU, the library of the profiler would print several messages
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as recording:
+    with profile(activities=activities) as profiler:
         yield events
-    for event in recording.events() or []:
+    for event in profiler.events() or []:
         is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
         # Omit ranges of the host (record_function) on the timeline of the device: they cover the events inside them.
         if not (is_on_device and event.is_user_annotation):

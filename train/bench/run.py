@@ -15,7 +15,7 @@ from clipmill.train.bench.steps import (
     AUGMENT,
     CROP,
     DECODE,
-    LOADING,
+    LOADER_STAGES,
     READ,
     TOKENS,
     OpenedTask,
@@ -47,23 +47,23 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
         with Activity("measuring the disk"):
             disk = examine_disk(Path(settings.folder), is_data=True)
     rates, steps = measure_stages(opened, seconds=seconds)
-    known = {name: rate for name, rate in rates.stages.items() if rate is not None}
-    verdict = judge(known, loader=rates.loader, compute=rates.compute)
+    stage_rates = {name: rate for name, rate in rates.stages.items() if rate is not None}
+    verdict = judge(stage_rates, loader=rates.loader, compute=rates.compute)
     # Steps wait for data only once they have used up the batches that were loaded in advance.
     num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
     with Activity("measuring complete steps"):
-        taken = take_steps(steps, opened, seconds=seconds, at_least=num_ahead)
+        step_times = take_steps(steps, opened, seconds=seconds, min_steps=num_ahead)
     return {
         "links": [{"link": name, "items_per_s": rate} for name, rate in rates.stages.items()],
         "loader_items_per_s": rates.loader,
         "compute_items_per_s": rates.compute,
-        "step_items_per_s": opened.settings.batch / taken.step_s,
+        "step_items_per_s": opened.settings.batch / step_times.step_s,
         **asdict(verdict),
-        "step_s": taken.step_s,
-        "wait_share": taken.wait_share,
+        "step_s": step_times.step_s,
+        "wait_share": step_times.wait_share,
         "advice": advice(verdict.cause, opened.settings, cores=len(os.sched_getaffinity(0))),
         "read_bytes_per_item": rates.read_bytes_per_item,
-        "memory_bytes": taken.memory_bytes,
+        "memory_bytes": step_times.memory_bytes,
         "disk": disk and asdict(disk),
         "num_failed": len(rates.failed),
         "first_failure": next((f"{key}: {detail}" for key, detail in rates.failed.items()), None),
@@ -107,8 +107,8 @@ def facts_of(opened: OpenedTask) -> dict[str, Any]:
 
 # Conclusions from the rates
 
-_COMPUTE = (AUGMENT, "model")
-_WHAT = {
+_COMPUTE_STAGES = (AUGMENT, "model")
+_STAGE_TEXTS = {
     READ: "choose frames, read their packets",
     DECODE: "decode packets to frames",
     CROP: "crop and resize planes",
@@ -124,7 +124,7 @@ class Verdict:
     """Bottleneck of training.
 
     Attributes:
-        slowest: Slowest stage, if the stages run separately.
+        slowest: Slowest stage when each stage runs separately.
         bound: "data" if the loader is slower than augmentation and model together, else "compute".
         cause: Slowest stage of the loader if `bound` is "data" ("loader" if it has no stages), else slowest stage of
             the computation.
@@ -146,8 +146,8 @@ def judge(stages: dict[str, float], *, loader: float, compute: float) -> Verdict
         loader, compute: Items per second of the loader, and of augmentation and model together.
     """
     is_data_bound = loader < compute
-    rates = stages if any(name in stages for name in LOADING) else {**stages, "loader": loader}
-    candidates = [name for name in rates if (name in _COMPUTE) != is_data_bound]
+    rates = stages if any(name in stages for name in LOADER_STAGES) else {**stages, "loader": loader}
+    candidates = [name for name in rates if (name in _COMPUTE_STAGES) != is_data_bound]
     return Verdict(
         slowest=min(rates, key=rates.__getitem__),
         bound="data" if is_data_bound else "compute",
@@ -203,7 +203,7 @@ def print_report(result: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     for link in result["links"]:
         mark = " ←" if link["link"] == result["slowest"] else ""
-        table.add_row(link["link"] + mark, _WHAT[link["link"]], *_cells(link["items_per_s"]))
+        table.add_row(link["link"] + mark, _STAGE_TEXTS[link["link"]], *_cells(link["items_per_s"]))
     table.add_section()
     workers = result["settings"]["workers"]
     table.add_row(

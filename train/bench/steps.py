@@ -65,7 +65,7 @@ def open_to_measure(
     attention, _ = choose_attention(settings, device=device, products=products, world=world)
     world.first(lambda: fetch_tag(settings.init, say=say))
     source = open_weights(settings.init, settings.towers)
-    # Do not print what the weights change in the settings: the run prints it.
+    # Do not print which settings the weights change: the run prints them.
     settings = spec.effective_settings(settings, source, say=lambda _: None)
     task = spec.open(settings, attention=attention, device=device)
     with Activity(f"opening {', '.join(settings.folders)}"):
@@ -88,7 +88,7 @@ class Steps:
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
-        """Return batches on the device, in the order of the training."""
+        """Return batches on the device, in training order."""
         opened = self._opened
         return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
 
@@ -119,7 +119,7 @@ class StepTimes:
 
     Attributes:
         first_s: Time of the first step in seconds; it includes compilation, allocation and the counting of FLOPs.
-        step_times: Time of each other step in seconds, without the steps whose batches were loaded during the first.
+        step_times: Time of each later step in seconds, without steps whose batches were loaded in the first step.
         wait_share: Fraction of `step_times` that was spent waiting for data.
         memory_bytes: Peak memory of this process; on a GPU, peak GPU memory.
     """
@@ -135,18 +135,18 @@ class StepTimes:
         return sum(self.step_times) / len(self.step_times)
 
 
-def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, at_least: int = 2) -> StepTimes:
+def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, min_steps: int = 2) -> StepTimes:
     """Take a first step, and then steps until `seconds` have passed.
 
     Args:
-        at_least: Minimum number of steps after the first one, unless the steps are very slow.
+        min_steps: Minimum number of steps after the first one, unless the steps are very slow.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
     """
     step_times, wait_times = list[float](), list[float]()
     with convert_failures(opened.settings), closing(steps.batches()) as batches:
-        while len(step_times) <= at_least or sum(step_times[1:]) < seconds:
+        while len(step_times) <= min_steps or sum(step_times[1:]) < seconds:
             began_s = time.perf_counter()
             loaded = next(batches)
             wait_times.append(time.perf_counter() - began_s)
@@ -183,14 +183,14 @@ def convert_failures(settings: ClipSettings) -> Iterator[None]:
 #
 # The measurements use the loader and the steps of a run. A stopwatch around their methods sums the time of each stage.
 # A thread of the loader runs its stages in sequence, so the rate of a stage is the rate that all threads would have if
-# they did nothing else.
+# they ran only this stage.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
-LOADING = (READ, DECODE, CROP, TOKENS)
+LOADER_STAGES = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Timer of the calls in each stage, while `is_running`. The time of a nested call counts only for the inner stage.
+    """Timer for the calls of each stage while `is_running`. The time of a nested call counts only for the inner stage.
 
     Args:
         wait: Function that waits for the work that a stage has queued on the device.
@@ -276,7 +276,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
     num_loaded = len(watch.times_s[TOKENS])
     stages: dict[str, float | None] = {}
     if num_loaded:
-        stages = {stage: settings.workers * num_loaded / sum(watch.times_s[stage]) for stage in LOADING}
+        stages = {stage: settings.workers * num_loaded / sum(watch.times_s[stage]) for stage in LOADER_STAGES}
     watch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
     with Activity("measuring the model"):
         steps = Steps(opened)
@@ -308,7 +308,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
 
 
 def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> None:
-    """Time the stages of a reader of clips, and append the number of bytes of each read to `sizes`."""
+    """Time the stages of a clip reader, and append the number of bytes of each read to `sizes`."""
     chunks, decoder = reader.chunks, reader.decoder
     read_chunk, decode_each = chunks.read, decoder.decode_each
 

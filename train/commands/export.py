@@ -62,8 +62,8 @@ def export_run(
     """Write a checkpoint of a run (by default the latest), or other weights, in an export format.
 
     Raises:
-        UserError: There is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
-            this model.
+        UserError: There is no checkpoint, its weights are not finite, `out` exists already, or the format does not
+            support this model.
     """
     _require_format(form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -136,7 +136,7 @@ def export_run(
 
 
 def _require_views(settings: Any, form: str) -> None:
-    """Raise a UserError if a format cannot hold a model that takes several views."""
+    """Raise a UserError if a format does not support a model that takes several views."""
     if settings.views is None or form in ("torch", "onnx"):
         return
     if settings.towers.views == "concat" or form == "lm":
@@ -166,7 +166,7 @@ def _find_checkpoint(run: RunFolder, path: Path) -> Path:
     """Return the local path of a checkpoint of the run.
 
     Raises:
-        UserError: It is not one of the run's checkpoints, so the run's settings may not fit its weights.
+        UserError: The path is not a checkpoint of the run, so the run's settings may not fit the weights.
     """
     from clipmill.train.run.checkpoint import all_checkpoints
 

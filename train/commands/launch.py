@@ -62,7 +62,7 @@ from clipmill.train.weights.source import Say, Source
 
 # Maximum wait for the lock of a run: a lost rank exits within 50 s (clipmill.train.distributed.heartbeat), and an NFS
 # server releases its locks after 90 s.
-_LOST_S = 120.0
+_LOST_RANK_S = 120.0
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> dict[str, Any] | None:
@@ -78,15 +78,15 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
             old_run = RunFolder(settings.out)  # if the run is in a bucket, each rank has its own local folder
             require_shared(old_run.path, world=world)
         old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-        recorded, recorded_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
-        evaluated = evaluated_data(settings)
+        old_variants, old_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
+        evaluated_folders = evaluated_data(settings)
         variants = world.each(
-            lambda: choose_variants(settings.folders, settings.variant, recorded=recorded, cache=settings.cache)
+            lambda: choose_variants(settings.folders, settings.variant, recorded=old_variants, cache=settings.cache)
         )
         variants |= world.each(
             lambda: choose_variants(
-                evaluated,
-                recorded=[recorded_evaluated.get(normalise_address(address), {}) for address in evaluated],
+                evaluated_folders,
+                recorded=[old_evaluated.get(normalise_address(folder), {}) for folder in evaluated_folders],
                 cache=settings.cache,
                 print_note=partial(print, file=sys.stderr) if world.is_first else (lambda _: None),
             )
@@ -110,7 +110,7 @@ def _find_and_lock(path: Path, resume: Resume, *, stack: ExitStack) -> RunFolder
     run = open_run(path)
     # After a restart by torchrun, a process of the previous attempt may still be running on a lost node.
     is_restart = resume == "auto" and "TORCHELASTIC_RUN_ID" in os.environ
-    stack.enter_context(run.hold(wait_s=_LOST_S if is_restart else 0.0))
+    stack.enter_context(run.hold(wait_s=_LOST_RANK_S if is_restart else 0.0))
     sweep(run)
     recover(run.checkpoints)
     return run
@@ -153,7 +153,7 @@ def _train(
         )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    # Rank 0 looks for a checkpoint; the other ranks wait until the checkpoint is visible to them too.
+    # Rank 0 looks for a checkpoint; the other ranks wait until they can see the checkpoint too.
     step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
     if old_run is not None and step is not None:
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
@@ -167,7 +167,7 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # The checks come after the description, whose reasons for omitted captions explain a set that is too small.
+    # Print the description before the checks. If the set is too small, its reasons for omitted captions explain why.
     progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
@@ -183,15 +183,15 @@ def _train(
     fallback = [*describe_fallback(attention, model, device=device, products=precision.matmul_dtype)]
     # Create the folder after all checks, so that a mistake in the flags leaves nothing behind.
     run = old_run or _create_and_lock(settings, stack=stack, world=world, comment=provenance.as_comment())
-    about = {**parameters, **task.facts()}
+    task_facts = {**parameters, **task.facts()}
     # Print warnings after everything that can fail, so that an error is not preceded by warnings.
     for remark in (*provenance.remarks, *_remarks(settings, world=world, has_weights=has_weights)):
         progress.say(remark)
     if settings.freeze or settings.lora.rank:
         progress.say(f"parameters: {parameters['parameters']}")
-    for line in (*fallback, *epochs, *spec.start_lines(about)):
+    for line in (*fallback, *epochs, *spec.start_lines(task_facts)):
         progress.say(line)
-    for name, plan in about.get("evaluations", {}).items():
+    for name, plan in task_facts.get("evaluations", {}).items():
         parts = [f"split {plan['split']!r} of {plan['shards']}", plan["data"], plan["variant"]]
         parts += [plan.get("protocol", ""), plan.get("caution", "")]
         progress.say(f"evaluation {name}: {'; '.join(filter(None, parts))}")
@@ -217,7 +217,7 @@ def _train(
         **initial_weights(old_facts),
         **({} if has_weights or start is None else {"weights": start.as_json()}),
         **attention_facts,
-        **about,
+        **task_facts,
         **consumption_entry(old_facts),
         "machine": machine(device),
         "versions": versions(),
@@ -267,7 +267,7 @@ def _summary(
     """Return the summary of a finished run that `--json` prints; non-finite numbers become None."""
     last = lines[-1] if lines else {}
     numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
-    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    finite_values = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     return {
         "task": spec.name,
         "run": os.fspath(run.path),
@@ -276,11 +276,11 @@ def _summary(
         "steps": settings.steps,
         "samples": settings.steps * settings.batch,
         "failed_samples": num_failed,
-        "loss": finite.get("loss"),
-        "epoch": finite.get("epoch"),
+        "loss": finite_values.get("loss"),
+        "epoch": finite_values.get("epoch"),
         "step_s": sum(line["step_s"] for line in lines),
         "data_wait_s": sum(line["data_wait_s"] for line in lines),
-        "evaluation": {name: value for name, value in finite.items() if "/" in name},
+        "evaluation": {name: value for name, value in finite_values.items() if "/" in name},
         **run.read_facts().get(FACT, {}),
         "next": next_command,
     }
@@ -327,7 +327,7 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFolder | None) -> Source | None:
-    """Open the initial weights, or for a resumed `run` the base weights that its checkpoints omit; None if unused."""
+    """Open the initial weights or, for a resumed `run`, the base weights that its checkpoints omit."""
     if settings.init.weights is None and not settings.lora.rank:
         return None
     from clipmill.train.weights.sources import fetch_tag, open_base, open_weights

@@ -75,7 +75,7 @@ def quickstart(
 
 def _plan(data: Sequence[str], request: Request) -> "Plan":
     began_s = time.perf_counter()
-    from clipmill.train.quickstart.choice import survey  # without torch, to report mistakes in the data at once
+    from clipmill.train.quickstart.choice import survey  # without torch, to report mistakes in the data early
 
     surveys = []
     for folder in data:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 # Flags that do not affect the run; its record omits them.
-_UNRECORDED = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
+_UNRECORDED_FLAGS = frozenset({"--resume", "--json", *map(Monitoring.flag, ("metrics_port", "log_format"))})
 
 
 def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = None) -> Callable[[], object]:
@@ -61,7 +61,7 @@ def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = No
             if not argument.tokens:
                 continue
             source = argument.tokens[-1].source
-            if argument.name not in _UNRECORDED:
+            if argument.name not in _UNRECORDED_FLAGS:
                 record.sources[argument.name] = "" if source == "cli" else source
             if source == "cli":
                 typed_values[argument.name] = " ".join(str(token.value) for token in argument.tokens)
@@ -105,13 +105,13 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         fill(_preset_of(preset, commands[-1]), preset)
     if values_of("--resume"):
         out = local_folder(values_of("--out")[0]) if values_of("--out") else TrainingSettings.out
-        # If --out holds no run, either a new run starts, or opening the run raises the error.
+        # If --out does not hold a run, a new run starts, or opening the run raises an error.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             old = load_settings(saved, find_task(commands[-1]).settings)
             require_parts(old, RunFolder(out))
-            # Report a different number of folders first. Otherwise the errors would be about flags that depend on it,
-            # such as --mix and names of metrics.
+            # Report a different number of folders first. Otherwise the errors would be about flags that depend on the
+            # number, such as --mix and names of metrics.
             folders = values_of("--shards")
             if folders and len(folders) != len(old.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
                 raise UserError(

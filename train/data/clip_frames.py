@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from clipmill.train.augment.colour import colour_kind, rgb_matrices
+from clipmill.train.augment.colour import colour_encoding, rgb_matrices
 from clipmill.train.data.frame_sampling import Sampling
 from clipmill.train.data.outcomes import SampleFailed
 
@@ -261,7 +261,7 @@ def _matrices() -> NDArray[np.float64]:
     return rgb_matrices() * 255
 
 
-_FrameFormat = tuple[int, int, int]  # width, height and colour kind of a frame
+_FrameFormat = tuple[int, int, int]  # width, height and colour encoding of a frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +419,7 @@ def _format_failure(formats: set[_FrameFormat], *, key: str) -> SampleFailed:
 
 
 def _format_of(frame: "av.VideoFrame") -> _FrameFormat:
-    colour = colour_kind(
+    colour = colour_encoding(
         colorspace=int(frame.colorspace),
         color_range=int(frame.color_range),
         is_full_format=frame.format.name.startswith("yuvj"),

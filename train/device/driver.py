@@ -15,7 +15,7 @@ _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Oldest Linux driver that supports all minor versions of each major version of CUDA (CUDA Toolkit release notes, table
 # "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility").
-_OLDEST = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
+_OLDEST_DRIVERS = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 # Results of cuInit on a machine without a GPU: CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE.
 _NO_DEVICE = (34, 100)
 
@@ -35,7 +35,7 @@ def required_driver(cuda: str | None) -> str | None:
 
     The result is None if `cuda` is None, or if no driver is known for its major version.
     """
-    return None if cuda is None else _OLDEST.get(cuda.partition(".")[0])
+    return None if cuda is None else _OLDEST_DRIVERS.get(cuda.partition(".")[0])
 
 
 def is_older(driver: str, other: str) -> bool:
@@ -47,7 +47,7 @@ def is_older(driver: str, other: str) -> bool:
 def why_no_gpu() -> str | None:
     """Return the reason why torch cannot use the NVIDIA GPU of this machine.
 
-    The result is None if torch can use it, if the machine has no GPU, or if the user has hidden all GPUs.
+    The result is None if torch can use the GPU, if the machine has no GPU, or if the user has hidden all GPUs.
     """
     import torch
 
@@ -56,17 +56,17 @@ def why_no_gpu() -> str | None:
     driver = driver_version()
     if driver is None and not _has_cuda_device() and not _has_pci_device():
         return None
-    cuda, needed = torch.version.cuda, required_driver(torch.version.cuda)
+    cuda, oldest = torch.version.cuda, required_driver(torch.version.cuda)
     if cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    if driver is not None and needed is not None and is_older(driver, needed):
-        return f"the driver {driver} is older than {needed}, the oldest that torch {torch.__version__} supports"
+    if driver is not None and oldest is not None and is_older(driver, oldest):
+        return f"the driver {driver} is older than {oldest}, the oldest that torch {torch.__version__} supports"
     try:
         torch.cuda.init()
         reason = "torch finds no GPU"
     except RuntimeError as error:
         reason = first_line(error)
-    return f"{reason} (torch {torch.__version__} needs driver {needed or 'for CUDA ' + cuda} or later)"
+    return f"{reason} (torch {torch.__version__} needs driver {oldest or 'for CUDA ' + cuda} or later)"
 
 
 def _has_cuda_device() -> bool:

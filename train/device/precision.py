@@ -29,8 +29,8 @@ class Precision:
 
     Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped, and halves the scale; 2000
     successful steps in a row double the scale. Whether a step is skipped depends on the global gradient norm, which
-    clipping computes anyway, so all ranks make the same decision. It is made on the device, without synchronising with
-    the host.
+    clipping computes anyway, so all ranks make the same decision. The decision is made on the device, without
+    synchronising with the host.
 
     Attributes:
         name: Name of the precision: bf16, fp16, tf32 or fp32.

@@ -44,13 +44,13 @@ class DeviceEvent:
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
-        self._at_s = 0.0
+        self._time_s = 0.0
         if device.type == "cuda":
             # `blocking`: a waiting thread sleeps and leaves its core to the data loader.
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(torch.cuda.current_stream(device))
         else:
-            self._at_s = time.perf_counter()
+            self._time_s = time.perf_counter()
 
     def wait(self) -> None:
         """Block until the event is reached."""
@@ -63,7 +63,7 @@ class DeviceEvent:
         Both events must have been reached.
         """
         if self._event is None or earlier._event is None:
-            return self._at_s - earlier._at_s
+            return self._time_s - earlier._time_s
         return earlier._event.elapsed_time(self._event) / 1e3
 
 

@@ -1,4 +1,4 @@
-"""`train doctor`: rules that find problems of a machine, the report of the command, and the entry for run.json."""
+"""`train doctor`: rules that find a machine's problems, the report of the command, and its entry in run.json."""
 
 import json
 import re
@@ -33,7 +33,7 @@ _MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL's buffers within a machine, an
 _MIN_FREE = 2 * _GB
 _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
-_USED_SHARE = 0.1
+_USED_FRACTION = 0.1
 _FASTER_DISK = "use a faster disk, or run train bench to check whether the disk keeps up"
 
 _broken, _warning, _note = (partial(Finding, level) for level in LEVELS)
@@ -96,7 +96,7 @@ def _judge_gpu_use(machine: MachineFacts) -> Iterator[Finding]:
         return
     for index, gpu in enumerate(machine.accelerator.gpus):
         used_bytes = 0 if gpu.free_bytes is None else gpu.memory_bytes - gpu.free_bytes
-        if used_bytes > max(_USED_SHARE * gpu.memory_bytes, 2 * _GB):
+        if used_bytes > max(_USED_FRACTION * gpu.memory_bytes, 2 * _GB):
             yield _warning(
                 f"{used_bytes / _GB:.0f} of the {gpu.memory_bytes / _GB:.0f} GB of GPU {index} are already in use",
                 "list the processes with nvidia-smi, or select a different GPU with CUDA_VISIBLE_DEVICES",
@@ -192,7 +192,7 @@ def _judge_disk(machine: MachineFacts) -> Iterator[Finding]:
         yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
     if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
-            f"random reads of 64 KiB, as clips need them, take {speed.piece_ms:.0f} ms from {disk.path}",
+            f"random reads of 64 KiB, which clips require, take {speed.piece_ms:.0f} ms from {disk.path}",
             "use a faster disk, or more --workers",
         )
 
@@ -248,8 +248,8 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
 def _require_folder(shards: Path) -> None:
     if shards.is_dir():
         return
-    if address := re.fullmatch(r"(\w+):/(.*)", str(shards)):  # a path has no double slash
-        remote = f"{address[1]}://{address[2]}"
+    if url := re.fullmatch(r"(\w+):/(.*)", str(shards)):  # a path has no double slash
+        remote = f"{url[1]}://{url[2]}"
         raise UserError(
             f"train doctor measures disks, but --shards {remote} is in object storage",
             hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",

@@ -5,8 +5,8 @@ Facts about the host come from /proc and /sys. If a file is missing, as in many 
 Measuring a disk takes a few seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
 read. In other folders, a file of 48 MB is written, flushed, read and removed.
 
-As a program (`python -m clipmill.train.doctor.machine`), this file prints the facts about torch, the GPUs and trials of
-attention as one JSON object. `train doctor` runs it as a child process with a timeout (`ask_child`), because a damaged
+As a program (`python -m clipmill.train.doctor.machine`), this file prints the facts about torch, the GPUs and attention
+trials as one JSON object. `train doctor` runs it as a child process with a timeout (`ask_child`), because a damaged
 driver can hang or kill any process that uses it.
 """
 
@@ -34,14 +34,14 @@ from clipmill.train.run.environment import installed_version, processor, version
 
 _MIN_FREE_BYTES = 200_000_000  # four times the size of the temporary file for measuring a disk
 _DISK_TIMEOUT_S = 15.0
-_NETWORK = {
+_NETWORK_TYPES = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
 # File systems with which a virtual machine or sandbox shows folders of its host, whose disk cannot be examined.
-_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
-_MEMORY = {"tmpfs", "ramfs"}
+_HOST_TYPES = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
+_MEMORY_TYPES = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
 _MAKE_ROOM = "free some space, raise the quota or the number of inodes, or write runs to another disk (--out)"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -186,7 +186,7 @@ def examine_disk(folder: Path, *, is_data: bool) -> Disk:
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
     """Return the kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
-    best, file_system = "", None
+    longest_mount, file_system = "", None
     for line in mounts.splitlines():
         mount_text, _, type_text = line.partition(" - ")
         fields, types = mount_text.split(), type_text.split()
@@ -194,12 +194,12 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         contains_folder = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
-        if contains_folder and len(mount) >= len(best):  # of two mounts at the same folder, the last is visible
-            best, file_system = mount, types[0]
+        if contains_folder and len(mount) >= len(longest_mount):  # the last of two mounts at a folder is visible
+            longest_mount, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
     default = "unknown" if file_system.startswith("fuse") else "local"
-    kinds = (("network", _NETWORK), ("host", _HOST), ("memory", _MEMORY), (default, {file_system}))
+    kinds = (("network", _NETWORK_TYPES), ("host", _HOST_TYPES), ("memory", _MEMORY_TYPES), (default, {file_system}))
     return next(kind for kind, types in kinds if file_system in types), file_system
 
 
@@ -249,7 +249,7 @@ def _folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
 
-# Facts about torch, the GPUs and trials of attention, which need a process with torch.
+# Facts about torch, the GPUs and attention trials, which require a process with torch.
 #
 # Shape suffixes: B batch, M tokens, H heads, K width of a head.
 
@@ -291,9 +291,9 @@ class Accelerator:
         unusable_gpu: Reason why torch cannot use a GPU of this machine, as a run prints it; None without such a GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
-        attention: Name of the backend that `--attention auto` uses on the first GPU; unknown without trials.
+        attention: Name of the backend that `--attention auto` uses on the first GPU; unknown if no trials were run.
         has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
-        environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty without trials.
+        environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty if no trials were run.
     """
 
     torch_error: str | None = None
@@ -322,7 +322,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         tries: True to run each attention backend on the device, and load xformers, which changes torch's settings.
         has_gpus: True to look for GPUs, which initialises CUDA.
     """
-    # Import this only here, because a run needs it only for its page.
+    # Import the driver checks only here, because a run needs them only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
 
     try:
@@ -424,7 +424,7 @@ def _try_attention(name: str, kind: str, precision: str, device_type: str) -> At
 
 
 def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.train.doctor.machine") -> Accelerator:
-    """Examine torch in a child process. If the child hangs or crashes, `torch_error` says so."""
+    """Examine torch in a child process. If the child hangs or crashes, `torch_error` is the reason."""
     from clipmill.train.device.driver import driver_version
 
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE

@@ -39,11 +39,12 @@ from clipmill.train.losses.settings import LOSSES, Loss
 
 # Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite
 # because 0 times infinity would be NaN.
-MASKED = -1e4
+MASK_VALUE = -1e4
 # Number of similarities per block (8 MB in float32), so that a block and its temporary copies fit in the CPU cache.
 _BLOCK = 1 << 21
 
-# Function h. Its arguments are a block of similarities [R, B], and K values per row [K, R, 1] or per column [K, 1, B].
+# The function h of the module docstring. Its arguments are a block of similarities [R, B], and K values per row
+# [K, R, 1] or per column [K, 1, B].
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -55,14 +56,14 @@ class Similarities:
     Args:
         video_bE: Unit-length embeddings of this rank's clips. Half-precision embeddings are cast to float32, because
             dividing by the temperature magnifies rounding errors.
-        text_bE: Unit-length embeddings of the clips' captions, treated in the same way.
+        text_bE: Unit-length embeddings of the clips' captions, cast like `video_bE`.
         world: Ranks that share the global batch.
 
     Attributes:
         video_bE, text_bE: Embeddings of this rank's clips and captions, at least float32.
         pairs_B2E: Embeddings of the global batch. Each row is a clip embedding followed by its caption embedding.
-        video_to_text_bB: Similarities of this rank's clips with all captions; MASKED for positive pairs.
-        text_to_video_bB: Similarities of this rank's captions with all clips; MASKED for positive pairs.
+        video_to_text_bB: Similarities of this rank's clips with all captions; MASK_VALUE for positive pairs.
+        text_to_video_bB: Similarities of this rank's captions with all clips; MASK_VALUE for positive pairs.
         world: Ranks that share the global batch.
         pair_b: Similarities of this rank's positive pairs.
         nearest_b: Similarity between each of this rank's clips and its nearest negative.
@@ -82,12 +83,12 @@ class Similarities:
         with exact_products(video_bE.device):
             self.video_to_text_bB = self.video_bE @ self._text_BE.T
             self.pair_b = self.video_to_text_bB[:, self.local_rows].diagonal().clone()
-            self.video_to_text_bB[:, self.local_rows].fill_diagonal_(MASKED)
+            self.video_to_text_bB[:, self.local_rows].fill_diagonal_(MASK_VALUE)
             if world.size == 1:
                 self.text_to_video_bB = self.video_to_text_bB.T
             else:
                 self.text_to_video_bB = self.text_bE @ self._video_BE.T
-                self.text_to_video_bB[:, self.local_rows].fill_diagonal_(MASKED)
+                self.text_to_video_bB[:, self.local_rows].fill_diagonal_(MASK_VALUE)
         self.nearest_b = self.video_to_text_bB.amax(dim=1)
 
     def gather(self, *values_b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,7 +100,7 @@ class Similarities:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients with respect to the embeddings of this rank's clips and captions, [b, E] each.
 
-        Averaged over the ranks, they are the gradients of the loss of the global batch.
+        The average of these gradients over the ranks is the gradient of the loss of the global batch.
 
         Args:
             weights: Function that returns h for a block of similarities, or W if h takes no values (K = 0). The rows
@@ -175,9 +176,9 @@ def exponential_gradients(
     """Return the gradients of a loss with respect to this rank's clip and caption embeddings, [b, E] each.
 
     The loss must be a function of sum_j exp((s_ij - s_ii) / tau_i) for each clip, and of the corresponding sum over
-    clips for each caption. Its derivative with respect to s_ij is exp(scale_i s_ij + log factor_i) for clip i, plus the
-    same expression for caption j. Its derivative with respect to s_ii is minus the sum of both expressions over all
-    negatives.
+    clips for each caption. The derivative of the loss with respect to s_ij must be exp(scale_i s_ij + log factor_i) for
+    clip i, plus the same expression for caption j. The derivative with respect to s_ii is minus the sum of both
+    expressions over all negatives.
 
     Args:
         clips_3B: Scale, log factor and `log_sums` of each clip.
@@ -351,13 +352,13 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
             with respect to the embeddings. It is called once.
     """
 
-    def embed(part: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(microbatch: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
         with step.autocast():
-            video_RE, text_RE = model(*inputs(part), **options)
+            video_RE, text_RE = model(*inputs(microbatch), **options)
         return video_RE, text_RE
 
-    parts = split(batch, step.microbatch)
-    if len(parts) == 1:
+    microbatches = split(batch, step.microbatch)
+    if len(microbatches) == 1:
         with step.synced(True), step.seed_generators(0):
             embeddings = embed(batch)
             _backpropagate(embeddings, gradients(*(embedding_bE.detach() for embedding_bE in embeddings)), step)
@@ -366,9 +367,9 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     with torch.no_grad():
         # Restore the buffers after the first pass, so that only the second pass updates them.
         with keep_buffers(model):
-            for number, part in enumerate(parts):
+            for number, microbatch in enumerate(microbatches):
                 with step.seed_generators(number):
-                    first_pass.append(embed(part))
+                    first_pass.append(embed(microbatch))
         video_bE, text_bE = (torch.cat(embeddings_RE) for embeddings_RE in zip(*first_pass, strict=True))
         grads_bE = gradients(video_bE, text_bE)
     sizes = [len(video_RE) for video_RE, _ in first_pass]
@@ -376,9 +377,9 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
     has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"only_trained": True} if has_frozen_tower else {}
-    for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
-        with step.synced(number == len(parts) - 1), step.seed_generators(number):
-            _backpropagate(embed(part, **options), grads, step)
+    for number, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
+        with step.synced(number == len(microbatches) - 1), step.seed_generators(number):
+            _backpropagate(embed(microbatch, **options), grads, step)
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
@@ -502,7 +503,7 @@ class AutogradObjective(ContrastiveObjective):
 class _DifferentiableGather(torch.autograd.Function):
     """Differentiable gather, whose backward pass sums the gradients of each row over all ranks.
 
-    The forward pass returns `global_BF`, which has been gathered before.
+    The forward pass returns `global_BF`, which the caller has already gathered.
     """
 
     @staticmethod

@@ -236,8 +236,8 @@ def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
     """
     is_outside_b = (ids_b < 0) | (ids_b >= size)
     if is_outside_b.any():
-        outside = ids_b[is_outside_b].unique().tolist()
-        ids = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
+        invalid_ids = ids_b[is_outside_b].unique().tolist()
+        ids = ", ".join(map(str, invalid_ids[:5])) + (", ..." if len(invalid_ids) > 5 else "")
         raise UserError(
             f"{name} IDs {ids} are out of range: the loss has state for {size} {name}s, with IDs 0 to {size - 1}",
             hint=f"the data have changed since the run began: {NEW_RUN}",
@@ -289,15 +289,15 @@ def group_means(values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
 
 def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of the mean of exp(log_values_B) in each value's group, [B]."""
-    highest_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
-    return highest_B + group_means((log_values_B - highest_B).exp(), group_B).log()
+    max_B = torch.full_like(log_values_B, -math.inf).scatter_reduce(0, group_B, log_values_B, "amax")[group_B]
+    return max_B + group_means((log_values_B - max_B).exp(), group_B).log()
 
 
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """Return log((1 - gamma) u + gamma g) (FastCLIP, eq. 1), or log g on the first visit, [B].
 
     If an ID occurs more than once in the global batch, g is the mean over its occurrences, so the result is the same
-    for all of them.
+    for all occurrences.
     """
     log_g_B = log_group_means(log_g_B, group_B)
     if gamma == 1:
@@ -307,10 +307,10 @@ def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Te
 
 
 # FastCLIP, appendix B: below this temperature, the learning rate of v3's temperature is divided by 3.
-_SLOW_BELOW = 0.03
+_SLOW_THRESHOLD = 0.03
 _SLOW_DIVISOR = 3
 
-# Constants for temperatures per sample.
+# Constants for per-sample temperatures.
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's defaults, which the public code also uses
 _MAX_GRADIENT, _MAX_TEMPERATURE = 5.0, 1.0  # limits in the public code
 # Columns of the state after log u. The public code counts epochs instead of visits, so it needs no column for visits.
@@ -405,9 +405,9 @@ class SharedTemperature(GlobalContrast):
     def _update_speed(self) -> None:
         temperature = (-self.log_scale()).exp()
         if self._follows_code:
-            self.is_slow.copy_(temperature <= _SLOW_BELOW)
+            self.is_slow.copy_(temperature <= _SLOW_THRESHOLD)
         else:
-            self.is_slow.logical_or_(temperature < _SLOW_BELOW)
+            self.is_slow.logical_or_(temperature < _SLOW_THRESHOLD)
 
 
 class SampleTemperature(GlobalContrast):
@@ -440,11 +440,11 @@ class SampleTemperature(GlobalContrast):
     def next_state(self, modality: Modality, estimate: Estimate, step: Step) -> torch.Tensor:
         """Return the updated averages, and the temperatures after a step along the gradient in equation 9.
 
-        Averages and gradients are means over the occurrences of an ID.
+        If an ID occurs more than once, its average and its gradient are means over the occurrences.
         """
         (mean_B,) = estimate.extra_B
-        inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / modality.temperature_B
-        gradient_B = estimate.log_inner_B + self.rho - inside_B
+        inner_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / modality.temperature_B
+        gradient_B = estimate.log_inner_B + self.rho - inner_B
         gradient_B = (
             gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._follows_code else gradient_B / modality.num_all
         )
@@ -458,9 +458,9 @@ class SampleTemperature(GlobalContrast):
         square_B = state_BC[:, _SQUARE] / (1 - beta2**count_B)
         rate = self._settings.effective_temperature_lr
         assert rate is not None
-        highest = _MAX_TEMPERATURE if self._follows_code else None
+        max_temperature = _MAX_TEMPERATURE if self._follows_code else None
         state_BC[:, _TEMPERATURE] = (modality.temperature_B - rate * mean_grad_B / (square_B.sqrt() + _EPS)).clamp(
-            self._settings.min_temperature, highest
+            self._settings.min_temperature, max_temperature
         )
         return state_BC
 

@@ -60,8 +60,8 @@ class InfoNCE(ContrastiveObjective):
 
     The gradient of InfoNCE is dL/ds_ij = (p_ij + q_ij - 2 [i = j]) / (2 B temperature), where p_ij is the softmax of
     clip i's similarities over all captions, and q_ij is the softmax of caption j's similarities over all clips. The
-    first pass over the similarities computes the logarithms of the softmax denominators, B each for p and q. The second
-    pass computes the gradients.
+    first pass over the similarities computes the logarithms of the softmax denominators, B for p and B for q. The
+    second pass computes the gradients.
 
     MBCL (FastCLIP, section 3) divides by B - 1 inside the logarithms, and adds the two cross-entropies instead of
     averaging them: MBCL / 2 + log(B - 1) = InfoNCE. FastCLIP's code computes half of MBCL.
@@ -189,7 +189,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the sum of the excesses over the limit, and their number."""
+    """Return two values per row, [2, b]: the sum and the number of the excesses over the limit."""
     parts = []
     for rows in blocks(similarity_bB):
         excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

@@ -48,23 +48,23 @@ def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpe
     return LossSpec(name=name, loss=f"clipmill.train.losses.{loss}", settings=settings)
 
 
-_TRAINED = {"freeze_temperature": False, "temperature_lr": None}
-_CONSTANT = {"gamma_schedule": "constant", "gamma_epochs": None}
-_COSINE = {"gamma_schedule": "cosine", "gamma_epochs": None}
-_SHARED, _PER_SAMPLE = "global_losses:SharedTemperature", "global_losses:SampleTemperature"
+_TRAINED_TEMPERATURE = {"freeze_temperature": False, "temperature_lr": None}
+_CONSTANT_GAMMA = {"gamma_schedule": "constant", "gamma_epochs": None}
+_COSINE_GAMMA = {"gamma_schedule": "cosine", "gamma_epochs": None}
+_SHARED_TAU, _SAMPLE_TAU = "global_losses:SharedTemperature", "global_losses:SampleTemperature"
 # SigLIP has no temperature_lr, because the rate would also apply to its bias. The defaults of the global losses are the
 # medium-scale values in FastCLIP's appendix B.
 _ROWS = (
-    _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
+    _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED_TEMPERATURE),
     _row("siglip", "in_batch:SigLIP", temperature=0.1, freeze_temperature=False),
     _row("max-margin", "in_batch:MaxMargin", margin=0.2, use_relevancy=False),
-    _row("mbcl", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
-    _row("sogclr", _SHARED, temperature=0.03, gamma=0.6, **_CONSTANT),
-    _row("isogclr", _PER_SAMPLE, temperature=0.03, gamma=0.6, temperature_lr=1e-2, rho=9.0, **_CONSTANT),
-    _row("fastclip-v0", _SHARED, temperature=0.03, gamma=0.2, temperature_lr=None, **_COSINE),
-    _row("fastclip-v1", _SHARED, temperature=0.03, gamma=0.2, **_COSINE),
-    _row("fastclip-v2", _PER_SAMPLE, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
-    _row("fastclip-v3", _SHARED, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
+    _row("mbcl", "in_batch:InfoNCE", temperature=0.07, **_TRAINED_TEMPERATURE),
+    _row("sogclr", _SHARED_TAU, temperature=0.03, gamma=0.6, **_CONSTANT_GAMMA),
+    _row("isogclr", _SAMPLE_TAU, temperature=0.03, gamma=0.6, temperature_lr=1e-2, rho=9.0, **_CONSTANT_GAMMA),
+    _row("fastclip-v0", _SHARED_TAU, temperature=0.03, gamma=0.2, temperature_lr=None, **_COSINE_GAMMA),
+    _row("fastclip-v1", _SHARED_TAU, temperature=0.03, gamma=0.2, **_COSINE_GAMMA),
+    _row("fastclip-v2", _SAMPLE_TAU, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE_GAMMA),
+    _row("fastclip-v3", _SHARED_TAU, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE_GAMMA),
 )
 
 
@@ -91,7 +91,7 @@ def _constant_gamma(gamma: float) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "constant"}
 
 
-def _cosine(gamma: float, *, epochs: int) -> dict[str, Any]:
+def _cosine_gamma(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
@@ -101,13 +101,13 @@ _MEDIUM = {
     "mbcl": _MBCL,
     "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant_gamma(0.6)),
     "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant_gamma(0.6)),
-    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=18)),
-    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=18)),
+    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine_gamma(0.2, epochs=18)),
+    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine_gamma(0.2, epochs=18)),
     "fastclip-v2": _published_row(
-        _TABLES_8_9, temperature=0.03, temperature_lr=1e-2, rho=7.0, **_cosine(0.2, epochs=18)
+        _TABLES_8_9, temperature=0.03, temperature_lr=1e-2, rho=7.0, **_cosine_gamma(0.2, epochs=18)
     ),
     "fastclip-v3": _published_row(
-        _TABLES_8_9, temperature=0.07, temperature_lr=2e-4, rho=6.5, **_cosine(0.2, epochs=18)
+        _TABLES_8_9, temperature=0.07, temperature_lr=2e-4, rho=6.5, **_cosine_gamma(0.2, epochs=18)
     ),
 }
 _LARGE_V2 = "FastCLIP, table 9 and appendix B, temperature"
@@ -115,17 +115,19 @@ _LARGE = {
     "mbcl": _MBCL,
     "sogclr": _published_row(_TABLE_8, temperature=0.03, **_constant_gamma(0.6)),
     "isogclr": _published_row(_TABLE_8, temperature=0.03, temperature_lr=1e-2, rho=9.0, **_constant_gamma(0.8)),
-    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine(0.2, epochs=16)),
-    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine(0.2, epochs=16)),
-    "fastclip-v2": _published_row(_LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)),
+    "fastclip-v0": _published_row(_TEMPERATURE, temperature=0.03, **_cosine_gamma(0.2, epochs=16)),
+    "fastclip-v1": _published_row(_TABLE_8, temperature=0.03, **_cosine_gamma(0.2, epochs=16)),
+    "fastclip-v2": _published_row(
+        _LARGE_V2, temperature=0.03, temperature_lr=1e-4, rho=8.5, **_cosine_gamma(0.2, epochs=16)
+    ),
     "fastclip-v3": _published_row(
-        _TABLES_8_9, temperature=0.07, temperature_lr=1e-4, rho=8.5, **_cosine(0.2, epochs=16)
+        _TABLES_8_9, temperature=0.07, temperature_lr=1e-4, rho=8.5, **_cosine_gamma(0.2, epochs=16)
     ),
 }
 _XLARGE = {
     "mbcl": _MBCL,
     "fastclip-v3": _published_row(
-        _TABLES_8_9, temperature=0.07, temperature_lr=5e-5, rho=16.0, **_cosine(0.8, epochs=10)
+        _TABLES_8_9, temperature=0.07, temperature_lr=5e-5, rho=16.0, **_cosine_gamma(0.8, epochs=10)
     ),
 }
 PUBLISHED = {

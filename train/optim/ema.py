@@ -26,10 +26,10 @@ class Ema:
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
         self._decay = decay
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         statistics = {name for name, buffer in changing_buffers(model).items() if buffer.is_floating_point()}
-        averaged = {plain_name(name) for name in trained | statistics}
-        self._averages = {name: value.detach().clone() for name, value in _tensors(model).items() if name in averaged}
+        names = {plain_name(name) for name in trained_names | statistics}
+        self._averages = {name: value.detach().clone() for name, value in _tensors(model).items() if name in names}
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
@@ -53,7 +53,7 @@ class Ema:
         """Restore the averages from `state_dict`; ValueError if it contains different tensors."""
         if state.keys() != self._averages.keys():
             raise ValueError(
-                f"the saved averages are of different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}"
+                f"the saved averages belong to different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}"
             )
         for name, average in self._averages.items():
             average.copy_(state[name])

@@ -72,8 +72,8 @@ class Sgd(ForeachOptimizer):
 
     g += decay theta;  m = momentum m + g;  theta -= lr m. The momentum of the first step is g.
 
-    torch's SGD cannot skip steps. Its fused version can, but leaves the momentum uninitialised if the first step is
-    skipped, so it is not used.
+    torch's SGD is not used, because it cannot skip steps. Its fused version can, but leaves the momentum uninitialised
+    if the first step is skipped.
     """
 
     def __init__(self, params: ParamsT, *, lr: float, momentum: float, weight_decay: float = 0.0) -> None:
@@ -93,7 +93,7 @@ class Sgd(ForeachOptimizer):
 
 
 class Lion(ForeachOptimizer):
-    """Lion: the sign of a momentum, with decoupled weight decay (Chen et al. 2023, program 1; FastCLIP procedure 4).
+    """Lion: sign of the momentum, decoupled weight decay (Chen et al. 2023, program 1; FastCLIP procedure 4).
 
     c = beta1 m + (1 - beta1) g;  theta -= lr (sign(c) + decay theta);  m = beta2 m + (1 - beta2) g.
     """
@@ -120,8 +120,8 @@ class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
     theta -= lr alpha (r + decay theta), with Adam's update r and alpha = |theta| / |r + decay theta|; the norms are
-    over complete tensors. alpha is 1 (AdamW) in groups with `adapts` False, for updates of zeros, and for tensors of
-    zeros, which otherwise could not grow.
+    over complete tensors. alpha is 1 (as in AdamW) in groups whose `adapts` is False, for zero updates, and for zero
+    tensors, whose weights otherwise could not grow.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Lamb(ForeachOptimizer):
             subtract(weights, updates, lr=group["lr"])
             return
         weight_norms_N, update_norms_N = norms([*weights, *updates], like=[*parameters, *parameters]).chunk(2)
-        moves_N = (weight_norms_N > 0) & (update_norms_N > 0)
-        alphas_N = torch.where(moves_N, weight_norms_N / update_norms_N, 1.0)
+        has_ratio_N = (weight_norms_N > 0) & (update_norms_N > 0)
+        alphas_N = torch.where(has_ratio_N, weight_norms_N / update_norms_N, 1.0)
         for weight, update, alpha in zip(weights, updates, alphas_N, strict=True):
             weight.addcmul_(update, alpha.to(weight.dtype), value=-group["lr"])
 
@@ -196,7 +196,7 @@ def _adam_updates(
 
 Schedule = Literal["cosine", "linear", "fixed"]
 
-_FUSED = {"cpu", "cuda"}  # device types with a fused AdamW, which is seven times as fast on a CPU
+_FUSED_DEVICES = {"cpu", "cuda"}  # device types with a fused AdamW, which is seven times as fast on a CPU
 _ONE_STAGE = World()
 
 
@@ -217,7 +217,7 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
         return Lion(groups, lr=lr, betas=betas)
     if settings.optimizer.name == "lamb":
         return Lamb(groups, lr=lr, betas=betas, eps=number("eps"))
-    is_fused = {parameter.device.type for parameter in model.parameters()} <= _FUSED
+    is_fused = {parameter.device.type for parameter in model.parameters()} <= _FUSED_DEVICES
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=number("eps"), fused=is_fused or None)
 
 
@@ -254,24 +254,24 @@ def clip_gradients(
 
     Args:
         stages: Ranks that hold the stages of the model, in a pipeline.
-        repeated: Parameters of this rank that are tied to parameters of a different stage. That stage counts them.
+        repeated: Parameters of this rank that are tied to parameters of a different stage, which counts their norms.
 
     Returns:
         The global gradient norm before clipping, zero-dimensional float64. If it is not finite, the gradients must not
         be used.
     """
     parameters = list(parameters)
-    not_counted = {id(parameter) for parameter in repeated}
+    repeated_ids = {id(parameter) for parameter in repeated}
     # Parameters that this rank counts come first, so that their norms are a slice.
-    trained = sorted(
+    trained_parameters = sorted(
         (parameter for parameter in parameters if parameter.grad is not None),
-        key=lambda parameter: id(parameter) in not_counted,
+        key=lambda parameter: id(parameter) in repeated_ids,
     )
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained_parameters if parameter.grad is not None]
     if not gradients and stages.size == 1:
         return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     parts = [local_part(gradient) for gradient in gradients]
-    num_counted = sum(id(parameter) not in not_counted for parameter in trained)
+    num_counted = sum(id(parameter) not in repeated_ids for parameter in trained_parameters)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()

@@ -64,14 +64,24 @@ def parameter_groups(
             },
         )
         group["params"].append(parameter)
-    ordered = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
-    if not ordered:
+    ordered_groups = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    if not ordered_groups:
         # All layers of this pipeline stage are frozen, but an optimizer needs at least one group.
-        ordered = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
-    learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    if learned:
-        ordered.append({"params": learned, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
-    return ordered
+        ordered_groups = [
+            {"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}
+        ]
+    objective_parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    if objective_parameters:
+        ordered_groups.append(
+            {
+                "params": objective_parameters,
+                "weight_decay": 0.0,
+                "lr_scale": 1.0,
+                "is_objective": True,
+                "adapts": False,
+            }
+        )
+    return ordered_groups
 
 
 def rename_as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

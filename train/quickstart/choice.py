@@ -44,7 +44,7 @@ class SplitFacts:
     Attributes:
         num_videos: Number of videos that have chunks.
         num_chunks: Number of chunks.
-        hours: Total length of the chunks.
+        hours: Total length of the chunks in hours.
         num_captions: Number of captions of these videos.
         num_without: Number of videos without chunks, because the chunks have not been made or could not be made.
         sources: Sources of the captions.
@@ -63,7 +63,7 @@ class Survey:
     """Facts about the content of a data folder.
 
     Attributes:
-        address: Path or address of the data folder, as the user wrote it.
+        address: Path or URL of the data folder, as the user wrote it.
         columns: Current variant of each column.
         splits: Splits by name, in order of decreasing size.
         chunk_s: Median length of a chunk, in seconds.
@@ -99,11 +99,13 @@ def survey(address: str) -> Survey:
     if VIDEO in columns and folder.tars is not None:
         folder.tars.files.copy_column(VIDEO)
     if VIDEO not in columns or not variant_dir(folder.path, VIDEO, columns[VIDEO]).is_dir():
-        others = [name for name in columns if name != VIDEO]
+        other_columns = [name for name in columns if name != VIDEO]
         hint = f"make the chunks: {how_to_make(VIDEO, address, columns.get(VIDEO, ''))}"
         if LATENTS in columns:
             hint += f"; or train on the latents: {_latents_command(address, folder.path, has_text=TEXT in columns)}"
-        raise UserError(f"{address} has no video chunks{', only ' if others else ''}{', '.join(others)}", hint=hint)
+        raise UserError(
+            f"{address} has no video chunks{', only ' if other_columns else ''}{', '.join(other_columns)}", hint=hint
+        )
     video_ids = videos["video_id"].combine_chunks()
     try:
         table, _ = chunk_table(Variant.open(folder.path, tars=folder.tars).require_complete(), video_ids)
@@ -135,11 +137,11 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
         UserError: There is no such split, or there are several.
     """
     names = [{name for name, split in data.splits.items() if split.num_chunks} for data in surveys]
-    common = sorted(set.intersection(*names))
-    if "train" in common:
+    common_names = sorted(set.intersection(*names))
+    if "train" in common_names:
         return "train"
-    if len(common) == 1:
-        return common[0]
+    if len(common_names) == 1:
+        return common_names[0]
     pairs = zip(surveys, names, strict=True)
     splits_by_folder = "; ".join(f"{data.address} has {', '.join(sorted(splits))}" for data, splits in pairs)
     raise UserError(
@@ -168,12 +170,12 @@ def describe(data: Survey) -> list[str]:
         f"split {name}: {count_noun(split.num_videos, 'video')}, {count_noun(split.num_chunks, 'chunk')}, "
         + f"{duration_text(3600 * split.hours)}, "
         + (count_noun(split.num_captions, "caption") if split.num_captions else "no captions")
-        + (" of models" if split.sources and all(map(is_model_source, split.sources)) else "")
+        + (" from models" if split.sources and all(map(is_model_source, split.sources)) else "")
         + (f"; {count_noun(split.num_without, 'video')} without chunks" if split.num_without else "")
         for name, split in data.splits.items()
     ]
-    others = [name for name in data.columns if name != VIDEO]
-    return [*lines, f"other columns: {', '.join(others)}"] if others else lines
+    other_columns = [name for name in data.columns if name != VIDEO]
+    return [*lines, f"other columns: {', '.join(other_columns)}"] if other_columns else lines
 
 
 def _require_folder(path: Path) -> None:
@@ -295,7 +297,7 @@ def task_without_captions() -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Value, and the reason for it."""
+    """Chosen value, and the reason for the choice."""
 
     value: str
     reason: str
@@ -312,19 +314,23 @@ def choose_task(surveys: Sequence[Survey], *, split: str, requested: str | None)
     Raises:
         UserError: The requested task needs captions, but a data folder has none.
     """
-    uncaptioned = [data.address for data in surveys if not data.splits[split].num_captions]
+    uncaptioned_folders = [data.address for data in surveys if not data.splits[split].num_captions]
     num_captions = sum(data.splits[split].num_captions for data in surveys)
     if requested is None:
-        if not uncaptioned:
+        if not uncaptioned_folders:
             return Choice(DEFAULT, count_noun(num_captions, "caption"))
-        where = "no captions" if len(uncaptioned) == len(surveys) else f"no captions in {', '.join(uncaptioned)}"
+        where = (
+            "no captions"
+            if len(uncaptioned_folders) == len(surveys)
+            else f"no captions in {', '.join(uncaptioned_folders)}"
+        )
         task = task_without_captions()
         return Choice(task, f"{where}, and train {task} needs none")
-    if uncaptioned and first_run_of(requested).needs_captions:
+    if uncaptioned_folders and first_run_of(requested).needs_captions:
         raise UserError(
-            f"split {split!r} of {uncaptioned[0]} has no captions, but train {requested} needs them",
+            f"split {split!r} of {uncaptioned_folders[0]} has no captions, but train {requested} needs them",
             hint="add a table of captions with prep manifest folder VIDEOS --captions captions.csv --data "
-            f"{uncaptioned[0]}, or use --task {task_without_captions()}",
+            f"{uncaptioned_folders[0]}, or use --task {task_without_captions()}",
         )
     return Choice(requested, "--task")
 
@@ -385,7 +391,7 @@ def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class Length:
-    """Number of steps and epochs to train, and the reason for it."""
+    """Number of steps and epochs to train, and the reason for the number of steps."""
 
     steps: int
     epochs: float
@@ -393,7 +399,7 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the number of steps for `EPOCHS` epochs, and at least `_MIN_STEPS`, or fewer if the time is too short.
+    """Return the number of steps for `EPOCHS` epochs, and at least `_MIN_STEPS`; fewer if the time limit requires it.
 
     Args:
         num_samples: Number of samples per epoch.
@@ -406,11 +412,11 @@ def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float
     reason = f"{EPOCHS} epochs"
     if steps < _MIN_STEPS:
         steps, reason = _MIN_STEPS, "the fewest steps that show learning"
-    affordable = int((60 * minutes - other_s) / step_s)
-    if affordable < _FEWEST_STEPS:
+    max_steps = int((60 * minutes - other_s) / step_s)
+    if max_steps < _FEWEST_STEPS:
         steps, reason = _FEWEST_STEPS, f"the minimum, although --minutes {minutes:g} allows fewer"
-    elif steps > affordable:
-        steps, reason = affordable, f"the most that --minutes {minutes:g} allows"
+    elif steps > max_steps:
+        steps, reason = max_steps, f"the most that --minutes {minutes:g} allows"
     epochs = steps * batch / num_samples
     return Length(steps, epochs, reason)
 

@@ -92,11 +92,11 @@ def measure(
         settings: Settings of the run. Their batch size is tried first.
         device: Device to train on.
         seconds: Time for the steps, in seconds.
-        began_s: Time at which the command started. Like a run, the command imports PyTorch.
+        began_s: Time at which the command started, so that `start_s` includes the import of PyTorch, as in a run.
         say: Function that prints a line.
 
     Raises:
-        UserError: The data or the weights contradict the task, or even the smallest batch does not fit.
+        UserError: The data or the weights do not fit the task, or even the smallest batch does not fit into memory.
         FailedWork: Too many samples could not be loaded.
     """
     num_halved = 0
@@ -183,8 +183,8 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-_COLUMNS = 100
-_MUCH_WAITING = 0.3  # fraction of the time that steps wait for data, above which a warning is shown
+_LINE_WIDTH = 100
+_HIGH_WAIT_FRACTION = 0.3  # fraction of the time that steps wait for data, above which a warning is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +291,7 @@ class Plan:
         """Return the plan as text for a terminal."""
         lines, last_label = list[str](), ""
         for label, text in self._rows():
-            lines.append(wrap_words(text, label="" if label == last_label else label, columns=_COLUMNS))
+            lines.append(wrap_words(text, label="" if label == last_label else label, columns=_LINE_WIDTH))
             last_label = label if label != "warning" else ""
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
@@ -387,24 +387,24 @@ def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
     """Complete a proposal with measurements."""
     batch = measured.batch * proposal.num_processes
     # On a GPU, all checkpoints except the last are written in the background.
-    num_waited = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
+    num_blocking_checkpoints = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
         measured.num_samples,
         batch=batch,
         step_s=measured.steps.step_s,
-        other_s=measured.start_s + num_waited * measured.checkpoint_s,
+        other_s=measured.start_s + num_blocking_checkpoints * measured.checkpoint_s,
         minutes=proposal.minutes,
     )
     settings = convert_epochs(proposal.settings, measured.num_samples / batch)
-    every = max(1, min(settings.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
+    checkpoint_every = max(1, min(settings.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
         settings,
         batch=batch,
         steps=length.steps,
         warmup_steps=min(settings.warmup_steps, length.steps // 10),
-        checkpoint_every=every,
+        checkpoint_every=checkpoint_every,
     )
-    num_checkpoints = math.ceil(length.steps / every)
+    num_checkpoints = math.ceil(length.steps / checkpoint_every)
     # In addition to the checkpoints that are kept, one checkpoint may be in progress.
     disk_bytes = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
@@ -466,13 +466,13 @@ def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
     num_chunks = sum(data.splits[split].num_chunks for data in proposal.surveys)
     num_captions = sum(data.splits[split].num_captions for data in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions
-    alike = [
+    look_alikes = [
         look_alikes_of(data.address, cache=None, split=split, trained_split=proposal.split) for data in proposal.surveys
     ]
     return HeldOut(
         num_clips=min(num_chunks, num_captions) if needs_captions else num_chunks,
         num_chunks=num_chunks,
-        num_alike=sum(len(clips or ()) for clips in alike),
+        num_alike=sum(len(clips or ()) for clips in look_alikes),
         trained_split=proposal.split,
     )
 
@@ -498,7 +498,7 @@ def _warnings(
         )
     if length.epochs < 1:
         yield f"the run uses only {length.epochs:.0%} of the samples: allow more time with --minutes"
-    if measured.steps.wait_share > _MUCH_WAITING:
+    if measured.steps.wait_share > _HIGH_WAIT_FRACTION:
         share = f"{measured.steps.wait_share:.0%}"
         yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
     if proposal.is_busy:

@@ -19,7 +19,7 @@ else:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Values that the user chose; None for a value that quickstart proposes."""
+    """Values that the user set; None for each value that quickstart proposes."""
 
     task: Task | None = None
     """Task to train. Default: dual-encoder on data with captions, otherwise mae."""

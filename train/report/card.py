@@ -22,10 +22,10 @@ from clipmill.train.weights.exported import Exported
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
-_OMITTED = ("command",)  # lines of a protocol that the card omits
+_OMITTED_LINES = ("command",)  # lines of a protocol that the card omits
 _LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "lm": "transformers"}
-_SHOWN_SETTINGS = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
-_FACTS = ("data", "variant", "precision", "parameters")
+_SETTING_NAMES = ("model", "num_frames", "sampling", "stride", "size_px", "batch", "steps", "lr", "seed")
+_FACT_NAMES = ("data", "variant", "precision", "parameters")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opener: str,
     """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
-        opener: Python expression with which another library opens the folder OUT.
+        opener: Python expression with which another library opens the exported folder, named OUT.
         folder: Name of the folder with the weights, for the code examples.
         step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """
@@ -51,15 +51,15 @@ def model_card(opened: OpenedRun, exported: Exported, *, form: str, opener: str,
     limits = [*exported.remarks]
     limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
     limits += ["The model was not trained with clipmill: its weights were converted."] if opened.run is None else []
-    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SHOWN_SETTINGS}))
+    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SETTING_NAMES}))
     rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
-    rows += [(name, str(facts[name])) for name in _FACTS if name in facts]
+    rows += [(name, str(facts[name])) for name in _FACT_NAMES if name in facts]
     rows += [
         (f"initial {name.replace('_', ' ')}", _source_name(start)) for name, start in initial_weights(facts).items()
     ]
     rows += [(name.replace("_", " "), str(value)) for name, value in settings.items() if value is not None]
     sections = {
-        "Use": exported.usage or _use(opener, folder=folder),
+        "Use": exported.usage or _usage_example(opener, folder=folder),
         "Training": "\n".join(
             ["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)]
         ),
@@ -113,7 +113,7 @@ def _summary(opened: OpenedRun) -> str:
     )
 
 
-def _use(opener: str, *, folder: str) -> str:
+def _usage_example(opener: str, *, folder: str) -> str:
     quoted, local = json.dumps(folder), json.dumps(f"local-dir:{folder}")
     if match := re.match(r"(\w+)\.from_pretrained", opener):
         lines = [f"from transformers import {match[1]}", "", f"model = {match[1]}.from_pretrained({quoted})"]
@@ -149,7 +149,7 @@ def _source_name(report: Mapping[str, Any]) -> str:
 
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
-    """Return the results of the exported checkpoint that used the same overrides (frames and size) as the export."""
+    """Return the results of the exported checkpoint whose overrides (frames and size) equal the export's overrides."""
     evaluations, overrides = (
         {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),
@@ -187,7 +187,9 @@ def _table(table: Table) -> str:
             cells = " | ".join(f"*{_plain_text(cell.reference)}*" if cell.reference else "" for cell in row.cells)
             lines.append(f"| *{table.reference}* | {cells} |")
     protocol = [
-        f"- {_plain_text(name)}: {_plain_text(text)}" for name, text in table.protocol.items() if name not in _OMITTED
+        f"- {_plain_text(name)}: {_plain_text(text)}"
+        for name, text in table.protocol.items()
+        if name not in _OMITTED_LINES
     ]
     return "\n".join([*lines, "", *protocol])
 

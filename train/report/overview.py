@@ -166,9 +166,11 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         run = open_run(path)
         page = page_of(run)
         # Show the first result that has captioned frames, and its data if these are not the run's own data.
-        pictured = next((result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""})
-        shown = {"shown": pictured["strips"][:_NUM_STRIPS], "shown_data": pictured["other_data"]}
-        cards.append({**page, **shown, "link": _link(run, out.parent)})
+        captioned_result = next(
+            (result for result in page["results"] if result["strips"]), {"strips": [], "other_data": ""}
+        )
+        strips = {"shown": captioned_result["strips"][:_NUM_STRIPS], "shown_data": captioned_result["other_data"]}
+        cards.append({**page, **strips, "link": _link(run, out.parent)})
     names = [card["name"] for card in cards]
     # Number the runs that have the same name.
     names = [
@@ -178,7 +180,7 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     curves = overlay_curves(
         {name: [*card["evaluation_curves"], *card["curves"]] for name, card in zip(names, cards, strict=True)}
     )
-    shown_links = [{"title": _title(path), "address": _relative_link(path, out.parent)} for path in links]
+    page_links = [{"title": _title(path), "address": _relative_link(path, out.parent)} for path in links]
     publish_page(
         "overview.html.j2",
         out,
@@ -186,7 +188,7 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         names=names,
         seed_groups=groups,
         speed_ups=speed_ups(cards),
-        links=shown_links,
+        links=page_links,
         comparisons=_compare_results(cards),
         differing=_setting_differences([card["settings"] for card in cards]),
         curves=curves,

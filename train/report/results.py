@@ -93,7 +93,7 @@ def _value_of(name: str, *, scale: float = 1.0) -> Value:
     return value
 
 
-_TRAINING = (
+_TRAINING_METRICS = (
     _Metric("Loss", _value_of("loss")),
     _Metric("Batch accuracy, %", _value_of("batch_accuracy", scale=100), from_zero=True),
     _Metric("Learning rate", _value_of("lr"), is_noisy=False, from_zero=True),
@@ -114,7 +114,7 @@ _TRAINING = (
 def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     """Return a chart for each training metric that the lines of metrics.jsonl contain."""
     curves = []
-    for metric in _TRAINING:
+    for metric in _TRAINING_METRICS:
         points = _points(lines if metric.has_first else lines[1:], metric.value)
         if not points:
             continue
@@ -134,7 +134,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], groups_of_metrics: Sequen
         groups.setdefault((split, title), {})[name] = label
     order = [group.title for group in groups_of_metrics]
     curves = []
-    # Charts are in the order of the groups in `known`; metrics without a group come last.
+    # Charts are in the order of `groups_of_metrics`; metrics without a group come last.
     rank = {title: number for number, title in reversed([*enumerate(order)])}
     for (split, title), labels in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
@@ -219,7 +219,7 @@ def _line(line: Line) -> dict[str, Any]:
     return columns
 
 
-_SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
+_MAIN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 
 def write_page(run: RunFolder) -> None:
@@ -252,7 +252,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "chosen": {
             name: ", ".join(map(str, value)) if isinstance(value, list) else value
             for name, value in settings.items()
-            if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
+            if name in _MAIN_SETTINGS or str(value) != str(defaults.get(name, value))
         },
         "settings": settings,
         "summary": _summary(lines),
@@ -267,7 +267,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _results(run: RunFolder, evaluations: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
-    """Return the results of evaluations: results on the run's own data first, its training split last among them."""
+    """Return the results of evaluations: first on the run's data, with the training split last; then on other data."""
     order = {evaluation.result_name: number for number, evaluation in enumerate(evaluations)}
     results = []
     for path in run.results():
@@ -316,19 +316,19 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {"num_steps": 0}
     # In the first step, caches and the loader's queue are still empty.
-    steady = lines[1:] or lines
-    took_s = sum(line["step_s"] for line in steady)
-    waited_s = sum(line["data_wait_s"] for line in steady)
+    later_lines = lines[1:] or lines
+    took_s = sum(line["step_s"] for line in later_lines)
+    waited_s = sum(line["data_wait_s"] for line in later_lines)
     last = lines[-NUM_LAST:]
     memory_gb = [line["gpu_memory_gb"] for line in lines if "gpu_memory_gb" in line]
-    mfu = [line["mfu"] for line in steady if "mfu" in line]
+    mfu = [line["mfu"] for line in later_lines if "mfu" in line]
     return {
         "num_steps": lines[-1]["step"],
         "first_loss": lines[0]["loss"],
         "last_loss": sum(line["loss"] for line in last) / len(last),
         "num_last": len(last),
         "took": duration_text(sum(line["step_s"] for line in lines)),
-        "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
+        "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in later_lines) / took_s,
         "wait_share": waited_s / took_s,
         "epochs": lines[-1].get("epoch"),  # streams have no epochs
         "memory_gb": max(memory_gb, default=None),
@@ -342,7 +342,7 @@ def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weights(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how the tensors of the initial weights were used, with one row for equal changes in several blocks."""
+    """Return how the tensors of the initial weights were used. Equal changes in several blocks share a row."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])

@@ -86,7 +86,7 @@ def num_captions(samples: Samples[ClipReader]) -> int:
 
 
 def publish_part(path: Path, rows: NDArray[np.float32], **arrays: NDArray[Any]) -> None:
-    """Publish the embeddings of a finished part, with further named arrays, as an npz file."""
+    """Publish the embeddings of a finished part, with additional named arrays, as an npz file."""
     with publish_atomically(path) as temporary:
         np.savez(temporary, allow_pickle=False, rows=rows, **arrays)
 
@@ -257,7 +257,7 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         weights: Weights as the user specified them.
 
     Raises:
-        UserError: The data have no such clips, or the model cannot compute the requested features.
+        UserError: The data have no clips for the request, or the model cannot compute the requested features.
     """
     assert request.shards is not None
     has_embedding = isinstance(model.model, DualEncoder)
@@ -331,7 +331,7 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         The content of embed.json.
 
     Raises:
-        UserError: The folder holds other files, is damaged, or is being written by another process.
+        UserError: The folder holds files of other work, is damaged, or is being written by another process.
         FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as stack:

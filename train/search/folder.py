@@ -53,11 +53,13 @@ CLIP_SCHEMA = pa.schema([*_COLUMNS, ("caption", pa.int64())])
 CAPTION_SCHEMA = pa.schema([*_COLUMNS, ("clip", pa.int64())])
 
 # Entries of a plan that may change without changing the work: locations, and descriptions of other entries.
-_IGNORED = frozenset({"weights.source", "weights.description", "data.shards", "data.description", "clip.description"})
+_IGNORED_ENTRIES = frozenset(
+    {"weights.source", "weights.description", "data.shards", "data.description", "clip.description"}
+)
 _IDENTITY = "weights.identity"
-_SAME_NAME = "the weights of a different run"  # description of different weights with the same name
+_DIFFERENT_RUN = "the weights of a different run"  # description of different weights with the same name
 _MAX_LISTED = 6  # maximum number of clips in an error message
-_AGAIN = "run train embed with a different --out"
+_NEW_FOLDER_HINT = "run train embed with a different --out"
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class EmbeddingFolder:
         """Return the vector of a clip, scaled to unit length; UserError if it is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
         if not np.isfinite(vector).all():
-            raise UserError(f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_AGAIN)
+            raise UserError(
+                f"row {row} of {self.path / VIDEO} is not finite: the file is damaged", hint=_NEW_FOLDER_HINT
+            )
         vector /= max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
         return vector
 
@@ -196,18 +200,18 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no entry {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{path / RECORD} cannot be read: {reason}", hint=_AGAIN) from error
+        raise UserError(f"{path / RECORD} cannot be read: {reason}", hint=_NEW_FOLDER_HINT) from error
     return record
 
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError if the work in a folder differs from the requested work; the error lists the differences."""
-    changes = [differences(old, new, free=_IGNORED | {_IDENTITY})]
+    changes = [differences(old, new, free=_IGNORED_ENTRIES | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         old_weights, new_weights = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
         changes.insert(
             0,
-            f"the weights were {old_weights} and are {_SAME_NAME if new_weights == old_weights else new_weights}",
+            f"the weights were {old_weights} and are {_DIFFERENT_RUN if new_weights == old_weights else new_weights}",
         )
     if any(changes):
         raise UserError(

@@ -19,7 +19,7 @@ from clipmill.manifests.mapped_files import report_lost_pages
 _BLOCK_BYTES = 1 << 22
 _MAX_BLOCK_ROWS = 1 << 16
 _MAX_THREADS = 16
-_AGAIN = "run train embed again, with a different --out"
+_NEW_FOLDER_HINT = "run train embed again, with a different --out"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_nearest(
                 score_QR /= np.maximum(length_R, np.finfo(np.float32).tiny)
             if not np.isfinite(score_QR).all():
                 row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
-                raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_AGAIN)
+                raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_NEW_FOLDER_HINT)
             best = _merge_block(best, first, score_QR, count=count)
             on_progress(len(block_RE))
         return best
@@ -94,45 +94,45 @@ def _blocks(
         file.seek(offset + 4 * width * rows.start)
         for begin in rows[::block_rows]:
             block = buffer[: rows.stop - begin]
-            view, filled = block.data.cast("B"), 0
-            while filled < len(view):
-                count = file.readinto(view[filled:])
+            view, num_filled = block.data.cast("B"), 0
+            while num_filled < len(view):
+                count = file.readinto(view[num_filled:])
                 if not count:
-                    raise UserError(f"{path} is truncated", hint=_AGAIN)
-                filled += count
+                    raise UserError(f"{path} is truncated", hint=_NEW_FOLDER_HINT)
+                num_filled += count
             yield begin, block
 
 
 def _header(path: Path, *, width: int) -> tuple[int, int]:
     """Return the number of rows in an npy file, and the byte offset of its first row."""
-    mapped = open_matrix(path)
-    num_rows, file_width = mapped.shape
+    matrix = open_matrix(path)
+    num_rows, file_width = matrix.shape
     if file_width != width:
         raise UserError(
             f"{path} has vectors of width {file_width}, but the queries have width {width}",
             hint="use the weights that made the embeddings",
         )
-    return num_rows, mapped.offset  # type: ignore[attr-defined]  # attribute of np.memmap
+    return num_rows, matrix.offset  # type: ignore[attr-defined]  # attribute of np.memmap
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
     """Map an npy file that holds a float32 matrix; UserError if it is missing, truncated or has other content."""
     report_lost_pages()
     try:
-        mapped: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
+        matrix: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
+        raise UserError(f"{path} cannot be read: {error}", hint=_NEW_FOLDER_HINT) from error
     if (
-        mapped.dtype != np.float32
-        or mapped.ndim != 2
-        or not mapped.flags.c_contiguous
-        or not isinstance(mapped, np.memmap)
+        matrix.dtype != np.float32
+        or matrix.ndim != 2
+        or not matrix.flags.c_contiguous
+        or not isinstance(matrix, np.memmap)
     ):
         raise UserError(
-            f"{path} is not float32 [N, E], but {mapped.dtype} {list(mapped.shape)}",
-            hint=_AGAIN,
+            f"{path} is not float32 [N, E], but {matrix.dtype} {list(matrix.shape)}",
+            hint=_NEW_FOLDER_HINT,
         )
-    return mapped
+    return matrix
 
 
 def _merge_block(best: NearestRows, first: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
@@ -142,12 +142,12 @@ def _merge_block(best: NearestRows, first: int, score_QR: NDArray[np.float32], *
     rows, scores = [], []
     for best_row_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
         # Later rows rank below earlier rows with the same score, so a new row must beat the worst of the best rows.
-        new = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
-        if len(new) > count:
-            threshold = np.partition(score_R[new], -count)[-count]
-            new = new[score_R[new] >= threshold]
-        row = np.concatenate([best_row_K, first + new])
-        score = np.concatenate([best_K, score_R[new]])
+        new_rows = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
+        if len(new_rows) > count:
+            threshold = np.partition(score_R[new_rows], -count)[-count]
+            new_rows = new_rows[score_R[new_rows] >= threshold]
+        row = np.concatenate([best_row_K, first + new_rows])
+        score = np.concatenate([best_K, score_R[new_rows]])
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])
         scores.append(score[order])

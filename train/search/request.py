@@ -58,9 +58,9 @@ class SearchRequest(Checked):
     page: Path | None = None
     """HTML page to write, which plays the clips."""
     weights: str | None = None
-    """Weights that embedded the clips. Default: their location when the clips were embedded."""
+    """Weights that embedded the clips. Default: the location that train embed recorded."""
     shards: str | None = None
-    """Data folder with the clips for the page. Default: its location when the clips were embedded."""
+    """Data folder with the clips for the page. Default: the location that train embed recorded."""
     device: Device = "auto"
     """Device to run the text tower on."""
     json: Annotated[bool, Parameter(name="--json", negative="")] = False

@@ -34,7 +34,7 @@ class Result:
     """Result of one query.
 
     Attributes:
-        query: Text, or the user's key or row of the example clip.
+        query: Text; or the key or row of the example clip, as the user wrote it.
         example: Example clip, which is not among the hits; None for a text query.
         hits: Most similar clips, by descending score.
     """
@@ -192,7 +192,7 @@ def write_search_page(
     """Publish a page that plays the clips of the results.
 
     Args:
-        shards: Current location of the data folder. Default: its location when the clips were embedded.
+        shards: Current location of the data folder. Default: the location that `train embed` recorded.
 
     Returns:
         The number of clips that could not be read or decoded. The page shows the reason in place of each such clip.

@@ -11,7 +11,7 @@ import torch
 from av.container import InputContainer
 from av.video.reformatter import ColorRange, Colorspace
 
-from clipmill.train.augment.colour import COLOUR_KINDS, colour_kind, rgb_matrices
+from clipmill.train.augment.colour import COLOUR_ENCODINGS, colour_encoding, rgb_matrices
 from clipmill.train.augment.model_input import to_rgb_uint8
 from tests.train.augment.planes import Bytes, planes_of_frame, planes_of_rgb, random_planes
 from tests.train.tiny_data import encode_chunk
@@ -25,7 +25,7 @@ def back_to_rgb(planes: Bytes, kind: int, *, size_px: int = SIZE_PX) -> Bytes:
     return to_rgb_uint8(video, torch.tensor([kind], dtype=torch.uint8), size_px=size_px)[0, 0].numpy()
 
 
-@pytest.mark.parametrize("kind", range(6), ids=COLOUR_KINDS)
+@pytest.mark.parametrize("kind", range(6), ids=COLOUR_ENCODINGS)
 def test_a_known_colour_comes_back_from_libav(kind: int) -> None:
     for colour in KNOWN_COLOURS:
         picture = np.full((SIZE_PX, SIZE_PX, 3), colour, dtype=np.uint8)
@@ -49,7 +49,7 @@ def test_matrices_take_black_and_white_and_grey_to_themselves() -> None:
 
 def test_the_numbers_of_libav_become_kinds() -> None:
     def kind(space: int, range_: int = ColorRange.MPEG, *, full: bool = False) -> int:
-        return colour_kind(colorspace=space, color_range=range_, is_full_format=full)
+        return colour_encoding(colorspace=space, color_range=range_, is_full_format=full)
 
     assert [kind(space) for space in (Colorspace.ITU601, Colorspace.SMPTE170M, 4, 2, 0, 99)] == [0] * 6
     assert [kind(space) for space in (Colorspace.ITU709, Colorspace.SMPTE240M, 9, 10)] == [2, 2, 4, 4]
@@ -63,7 +63,7 @@ def test_a_decoded_frame_looks_as_swscale_shows_it() -> None:
     with av.open(io.BytesIO(encode_chunk(100, 3))) as container:
         frames = list(cast(InputContainer, container).decode(video=0))
     for frame in frames:
-        kind = colour_kind(colorspace=frame.colorspace, color_range=frame.color_range, is_full_format=False)
+        kind = colour_encoding(colorspace=frame.colorspace, color_range=frame.color_range, is_full_format=False)
         back = back_to_rgb(planes_of_frame(frame), kind, size_px=frame.width)
         # The images are grey, so the interpolation of chroma does not matter, and swscale's tables err by a level or
         # two.

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import avg_pool2d, interpolate
 from torchvision.transforms.functional import crop, resize
 
-from clipmill.train.augment.colour import COLOUR_KINDS
+from clipmill.train.augment.colour import COLOUR_ENCODINGS
 from clipmill.train.augment.model_input import to_rgb_uint8
 from clipmill.train.data.clip_frames import (
     ClipBuilder,
@@ -161,7 +161,7 @@ def test_frames_of_different_sizes_make_no_clip() -> None:
     assert (caught.value.key, caught.value.reason) == ("v_0", "chunks_differ")
 
 
-@pytest.mark.parametrize("colour", range(len(COLOUR_KINDS)))
+@pytest.mark.parametrize("colour", range(len(COLOUR_ENCODINGS)))
 def test_rgb_on_the_cpu_is_what_the_device_makes_of_the_planes(colour: int) -> None:
     """Values differ by at most two levels, because the CPU path rounds chroma to whole levels."""
     clip = crop_clip([smooth_frame(160, 120, phase=phase) for phase in (0.0, 1.0)], Rectangle(3, 5, 99, 97), size_px=64)

@@ -25,7 +25,7 @@ from clipmill.manifests.progress import Activity, ProgressRate, amount_text, joi
 from clipmill.shards.timeline.model import Timeline, TimelineError, TrackPackets, find_track, open_container
 from clipmill.shards.timeline.pictures import displayed_frames, first_picture
 from clipmill.shards.timeline.reading import read_timeline
-from clipmill.train.augment.colour import colour_kind
+from clipmill.train.augment.colour import colour_encoding
 from clipmill.train.data.clip_frames import Planes, Rectangle, as_yuv420, crop_clip
 from clipmill.train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
 from clipmill.train.tasks.caption.tokenizer import one_line
@@ -268,7 +268,7 @@ class WindowClip:
 
     Attributes:
         video: Frames as YUV 4:2:0 planes, uint8 [T, S * S * 3 / 2] (clipmill.train.data.clip_frames).
-        colour: Colour kind (clipmill.train.augment.colour).
+        colour: Number of the colour encoding (clipmill.train.augment.colour).
         video_us: Duration of the complete video.
     """
 
@@ -316,7 +316,7 @@ class _FrameSampler:
         self._square: tuple[Planes, int] | None = None
 
     def at(self, moments: Moments) -> tuple[Planes, int]:
-        """Return the frames displayed at the given times, [T, S * S * 3 / 2], and the colour kind of the first frame.
+        """Return the frames displayed at the given times, [T, S * S * 3 / 2], and the first frame's colour encoding.
 
         If colour tags change within a clip, frames keep their pixel values, as in chunks.
         """
@@ -344,12 +344,12 @@ def centred_square(frame: "av.VideoFrame", *, aspect: Fraction, size_px: int) ->
     """Crop an upright frame to its largest centred square, and resize it.
 
     Returns:
-        Planes, uint8 [S * S * 3 / 2], and the colour kind.
+        Planes, uint8 [S * S * 3 / 2], and the colour encoding.
     """
     planar = as_yuv420(frame)
     rectangle = shown_square(planar.width, planar.height, aspect=aspect)
     [planes] = crop_clip([planar], rectangle, size_px=size_px)
-    colour = colour_kind(
+    colour = colour_encoding(
         colorspace=int(planar.colorspace),
         color_range=int(planar.color_range),
         is_full_format=planar.format.name.startswith("yuvj"),
