@@ -1,4 +1,4 @@
-"""Folders of files that are named like videos: adapters read names and sizes, never pictures."""
+"""Folders of files with the names of videos: adapters read names and sizes, never frames."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def write_json(path: Path, content: Any) -> Path:
 
 
 def of_splits(reading: Reading) -> dict[str, list[str]]:
-    """Source ids by split."""
+    """Return the source IDs by split."""
     ids_by_split: dict[str, list[str]] = {}
     for video in reading.videos.to_pylist():
         ids_by_split.setdefault(video["split"], []).append(video["source_id"])
@@ -27,7 +27,7 @@ def of_splits(reading: Reading) -> dict[str, list[str]]:
 
 @pytest.fixture
 def make_videos(tmp_path: Path) -> VideoMaker:
-    """make_videos("a.mp4", "b/c.mkv") makes these files and returns their folder."""
+    """Return a function: make_videos("a.mp4", "b/c.mkv") creates these files and returns their folder."""
 
     def make(*names: str, folder: str = "videos") -> Path:
         for name in names:

@@ -1,9 +1,9 @@
-"""The part of `test_lerobot_reader.py` that needs LeRobot, in a separate environment (`make lerobot`).
+"""Part of `test_lerobot_reader.py` that needs LeRobot, in a separate environment (`make lerobot`).
 
 write ROOT        write a dataset of two cameras in LeRobot's default encoding
 convert ROOT      convert a dataset of version 2.1 to version 3.0, in place
 frames ROOT OUT   write all frames and their episodes and tasks, as LeRobot reads them, to OUT (.npz)
-items ROOT OUT    write what a policy of two frames and four actions trains on to OUT (.npz)
+items ROOT OUT    write the training items of a policy with two frames and four actions to OUT (.npz)
 """
 
 import sys
@@ -18,7 +18,7 @@ TASKS = ("open the drawer", "close the drawer")
 
 
 def write(root: Path) -> None:
-    """Write a dataset, whose last episode has two tasks."""
+    """Write a dataset whose last episode has two tasks."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     camera = {"dtype": "video", "shape": (96, 128, 3), "names": ["height", "width", "channels"]}
@@ -28,7 +28,7 @@ def write(root: Path) -> None:
     rng = np.random.default_rng(0)
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
-            # Blocks that change in each frame, so that no two frames are equal.
+            # The blocks change in each frame, so that all frames differ.
             pictures = {name: rng.integers(0, 256, (6, 8, 3), np.uint8).repeat(16, 0).repeat(16, 1) for name in CAMERAS}
             position = np.array([episode, frame], np.float32)
             task = TASKS[episode % 2 or (episode == len(LENGTHS) - 1 and frame >= 10)]
@@ -38,7 +38,7 @@ def write(root: Path) -> None:
 
 
 def convert(root: Path) -> None:
-    """Convert a dataset by LeRobot's script."""
+    """Convert a dataset with LeRobot's script."""
     from lerobot.datasets.v30.convert_dataset_v21_to_v30 import convert_dataset
 
     convert_dataset(root.name, root=root.parent, push_to_hub=False)

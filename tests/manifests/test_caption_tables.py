@@ -1,4 +1,4 @@
-"""Tables of captions: Parquet, CSV and JSON lines, with rows that cannot be used and files that cannot be read."""
+"""Tests of caption tables: Parquet, CSV and JSON lines, with unusable rows and unreadable files."""
 
 import json
 from math import inf
@@ -174,7 +174,7 @@ def test_two_columns_of_the_same_name_are_refused(data: Path, tmp_path: Path, ma
         assert caught.value.hint == "rename or remove one of them"
     with pytest.raises(UserError, match=f"^{csv} has two columns named text"):
         read_folder(make_videos("v.mp4"), captions=csv)
-    # In JSON lines, it is one row that is wrong. Columns without a name, as spreadsheets write them, are ignored.
+    # In JSON lines, only one row is wrong. Columns without a name, as spreadsheets write them, are ignored.
     jsonl.write_text(
         '{"video": "v", "text": "a", "text": "b", "source": "s"}\n{"video": "v", "text": "c", "source": "s"}\n'
     )

@@ -1,4 +1,7 @@
-"""Damage to the files of a manifest: always refused or without effect, and repaired by the command that wrote them."""
+"""Tests of damage to the files of a manifest: it is rejected or has no effect.
+
+The command that wrote the files repairs them.
+"""
 
 import json
 import random
@@ -25,7 +28,7 @@ from clipmill.manifests.store import (
 )
 from tests.manifests.test_store import file_hashes, reading_of, write
 
-NUM_FLIPS = 60  # of each file
+NUM_FLIPS = 60  # flips per file
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def values(data: Path) -> list[Any]:
-    """All that readers say of the manifest."""
+    """Return everything that readers return for the manifest."""
     manifest = read_manifest(data)
     with open_captions(data) as file:
         opened = file.read().to_pylist()
@@ -67,7 +70,7 @@ def test_no_flipped_bit_is_read_as_another_value(data: Path, name: str) -> None:
         except UserError as error:
             num_refused += 1
             assert error.hint
-    assert num_refused > NUM_FLIPS // 2  # white space in JSON says nothing
+    assert num_refused > NUM_FLIPS // 2  # whitespace in JSON has no meaning
 
 
 @pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES, *MAPPED_FILES])
@@ -90,7 +93,7 @@ def test_the_command_that_wrote_it_repairs_it(data: Path, tmp_path: Path, name: 
 
 
 def test_a_repair_that_would_give_captions_other_ids_is_refused(data: Path, tmp_path: Path) -> None:
-    """With a history, the command alone cannot tell which ids the captions had."""
+    """If the manifest has a history, the command cannot tell which IDs the captions had."""
     captions = [("v", 1.0, 2.0, "one"), ("w", 0.0, 2.0, "three")]
     write(data, reading_of(tmp_path, ["v", "w"], captions))
     write(data, reading_of(tmp_path, ["x"], [], dataset="b"), dataset="b")

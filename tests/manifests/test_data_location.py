@@ -1,4 +1,4 @@
-"""Where data may not go."""
+"""Tests of folders that must not contain data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tables of captions in the dialects that programs and people write, and what is said about them."""
+"""Tests of caption tables in the dialects that programs and people write, and of the notes about them."""
 
 import json
 from math import inf

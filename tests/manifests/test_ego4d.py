@@ -1,4 +1,4 @@
-"""Ego4D: the interval rule, what is left out, and pickles that may not run anything."""
+"""Tests of Ego4D: the interval rule, omitted narrations, and pickles that must not execute code."""
 
 import json
 import pickle
@@ -44,7 +44,7 @@ def test_points_become_intervals_by_the_rule_of_egovlp(
     }
     path = save(tmp_path / "narration.json", videos, older_form=older_form)
     reading = read_ego4d(make_videos("a.mp4", "x/b.mp4"), annotations=[path])
-    # alpha 3, so half lengths of 4 / 6 and 2 / 6; a begin before 0 becomes 0.
+    # alpha is 3, so the half lengths are 4 / 6 and 2 / 6; a start before 0 becomes 0.
     long, short = 4 / 6, 2 / 6
     assert intervals(reading) == [
         ("a", 1 - long, 1 + long),
@@ -167,7 +167,7 @@ def test_a_list_of_the_narrator_has_scores_behind(make_videos: VideoMaker, tmp_p
 
 
 class _Bomb:
-    """Makes a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +209,7 @@ def test_forged_and_broken_pickles_are_users_errors(make_videos: VideoMaker, tmp
 
 
 def listing_of(*narrations: tuple[float, str, str]) -> dict[str, Any]:
-    """A video as all_narrations_redacted.json of version 2 has it: times, texts and passes."""
+    """Return a video in the form of all_narrations_redacted.json, version 2: times, texts and passes."""
     rows = [
         {"text": text, "time": time_s, "_annotation_uid": uid, "is_summary": False, "_clip_time_start": 0}
         for time_s, text, uid in narrations

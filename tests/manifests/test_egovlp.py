@@ -1,4 +1,4 @@
-"""EgoVLP's files on Ego4D: pairs for training, clips of questions, and videos to leave out."""
+"""Tests of EgoVLP's files on Ego4D: pairs for training, clips of questions, and videos to omit."""
 
 import json
 from pathlib import Path

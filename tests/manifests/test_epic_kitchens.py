@@ -1,4 +1,4 @@
-"""EPIC-KITCHENS-100, on rows of its published form: times, classes, splits, and lists that repeat each other."""
+"""Tests of EPIC-KITCHENS-100 on rows in their published form: times, classes, splits, and repeated lists."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_epic_kitchens_without_a_column_says_which(make_videos: VideoMaker, tmp_
 
 
 def epic_list(path: Path, *rows: tuple[int, str, str]) -> Path:
-    """A list with (number, narration, verb class) of some narrations of P01_01."""
+    """Write a list with (number, narration, verb class) of some narrations of P01_01."""
     lines = (EPIC_ROW.format(number=number, text=text, verb=verb) for number, text, verb in rows)
     path.write_text(f"{EPIC_HEADER}\n{''.join(lines)}")
     return path
@@ -76,7 +76,8 @@ def test_a_narration_that_two_lists_of_epic_kitchens_have_is_one_caption(
     assert reading.rejected["detail"].to_pylist()[-1] == (
         "narration_id 'P01_01_0' has a different narration in an earlier row of EPIC_100_train.csv"
     )
-    # The retrieval list repeats a list of another split: the split of the video decides, and both rows are named.
+    # The retrieval list repeats rows of a different split. The split of the video takes precedence, and both rows are
+    # reported.
     test = epic_list(tmp_path / "EPIC_100_retrieval_test.csv", (0, "open", "3"), (1, "close", "4"))
     assert reasons(read_epic_kitchens(videos, annotations=[train, test])) == {"empty_caption": 1, "bad_split": 2}
 

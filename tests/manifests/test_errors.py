@@ -1,4 +1,4 @@
-"""What an error does to the exit status and to what the user reads."""
+"""Tests of how an error affects the exit status and the output."""
 
 import resource
 import subprocess
@@ -18,7 +18,7 @@ from clipmill.manifests.publish import publish_bytes
 run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_000)))
 """
     ran = subprocess.run(
-        [sys.executable, "-B", "-c", program],  # without .pyc files, which the limit would truncate
+        [sys.executable, "-B", "-c", program],  # do not write .pyc files, which the limit would truncate
         capture_output=True,
         text=True,
         check=False,

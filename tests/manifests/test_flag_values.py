@@ -1,5 +1,8 @@
-"""Values that conversion would change: a fraction is not rounded, an address is not taken for a local folder, and the
-value of a group of flags is not that of its first flag."""
+"""Tests of flag values that a conversion would change.
+
+A fraction is not rounded, a URL is not mistaken for a local folder, and the value of a group of flags is not the value
+of its first flag.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ Refused = Callable[..., list[str]]
 
 @pytest.fixture
 def error_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run an invalid command beside a file of settings; return the lines of its error."""
+    """Run an invalid command next to a settings file; return the lines of its error."""
 
     def run(command: str, words: list[str], *, settings: str) -> list[str]:
         (tmp_path / "settings.yaml").write_text(f"{settings}\n")

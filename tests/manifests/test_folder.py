@@ -1,4 +1,4 @@
-"""A folder of videos and its table of captions."""
+"""Tests of a folder of videos and its table of captions."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_links_that_lead_out_of_the_folder_are_counted(make_videos: VideoMaker, 
     assert reading.videos["source_id"].to_pylist() == ["a", "disk/c", "sub/b"]
     assert reading.notes == (f"followed 1 symbolic link that leads out of the folder: disk to {elsewhere}",)
     (folder / "sub" / "e.mp4").symlink_to("../../elsewhere/c.mp4")
-    (folder / "broken.mp4").symlink_to(elsewhere / "gone.mp4")  # it leads nowhere, and is rejected
+    (folder / "broken.mp4").symlink_to(elsewhere / "gone.mp4")  # a broken link, which is rejected
     assert read_folder(folder).notes == (
         f"followed 2 symbolic links that lead out of the folder: disk to {elsewhere}, and 1 more",
     )
@@ -108,7 +108,7 @@ def test_a_file_keeps_its_id_when_one_with_another_ending_comes_or_goes(
     make_videos("a.mkv")
     after = read_folder(folder, captions=table, known=known_files(before))
     assert known_files(after) == {"a": "a.mp4", "a.mkv": "a.mkv", "b": "b.mp4"}
-    # Captions stay with the video that has their name as its id.
+    # Captions stay with the video whose ID is their name.
     assert captions(after) == captions(before)
     assert known_files(read_folder(folder, known=known_files(after))) == known_files(after)
     (folder / "a.mp4").unlink()
@@ -138,7 +138,7 @@ def test_a_file_name_that_is_not_unicode_is_rejected(make_videos: VideoMaker) ->
     try:
         Path(os.fsdecode(os.fsencode(folder) + b"/\xff.mp4")).write_bytes(b"video")
     except OSError:
-        pytest.skip("this file system takes Unicode names only")
+        pytest.skip("this file system accepts only Unicode names")
     reading = read_folder(folder)
     assert [reason for reason, _ in reasons(reading)] == ["bad_name"]
     assert reading.videos["source_id"].to_pylist() == ["a"]
@@ -257,7 +257,9 @@ def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp
     assert {
         (row["row"], row["reason"]) for row in listed if row["file"] == str(table) and row["row"] is not None
     } == expected
-    assert {row["source_id"] for row in listed if row["reason"] == "bad_time"} == {"a"}, "however the row names it"
+    assert {row["source_id"] for row in listed if row["reason"] == "bad_time"} == {"a"}, (
+        "the ID must not depend on the spelling"
+    )
     lost = {row["source_id"]: row["detail"] for row in listed if row["reason"] == "missing_file"}
     assert lost["gone"].endswith("captions lost: 2")
     assert lost["empty"].endswith("captions lost: 1")

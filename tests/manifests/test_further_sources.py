@@ -1,4 +1,4 @@
-"""Captions of tables as further sources: what they replace, what they leave alone, and what stays in the end."""
+"""Tests of captions from tables as additional sources: what they replace, what they keep, and the final result."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A manifest of two datasets, one with labels."""
+    """Create a manifest of two datasets, one with labels."""
     write(tmp_path / "data", reading_of(tmp_path, ["v", "w"], OWN))
     labelled = reading_of(tmp_path, ["x"], [("x", 0.0, 1.0, "three")], dataset="b", labels={"label_class": "cat"})
     write(tmp_path / "data", labelled, dataset="b")
@@ -36,7 +36,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def pseudo(path: Path, rows: list[Row], *, weights: str = FIRST, name: str = "narrator", **metadata: Any) -> Path:
-    """A table as `train caption-chunks` writes it."""
+    """Write a table as `train caption-chunks` does."""
     source = f"{name}@{weights[:8]}"
     schema = pa.schema(
         [
@@ -118,7 +118,7 @@ def test_a_new_version_of_a_model_replaces_the_old_one_and_no_other(data: Path, 
     assert written.num_stale == {"narrator@aaaaaaaa": 2}
     ids_by_caption = {(row["text"], row["source"]): row["caption_id"] for row in read_captions(data).to_pylist()[3:]}
     assert ids_by_caption == {
-        ("by hand", "narrator"): 3,  # a table of another kind
+        ("by hand", "narrator"): 3,  # a different kind of table
         ("also", "others"): 4,
         ("same", "teller@aaaaaaaa"): 7,
         ("same", "narrator@bbbbbbbb"): 8,

@@ -1,4 +1,4 @@
-"""Annotation files with values that no annotator writes: a row is rejected, or the file is refused by its name."""
+"""Tests of annotation files with values that no annotator writes: a row or the complete file is rejected by name."""
 
 import errno
 import gzip
@@ -23,7 +23,7 @@ from tests.manifests.conftest import VideoMaker
 DEEP = "[" * 100_000
 LONG_INTEGER = "9" * 5000
 HUGE_INTEGER = "9" * 400
-# Not so deep that JSON's decoder gives up, deep enough for a message that quotes all of it to fail.
+# Shallow enough for JSON's decoder, but too deep for a message that quotes the complete value.
 NESTED = "[" * 900 + "]" * 900
 
 
@@ -90,7 +90,7 @@ def test_values_of_any_kind_in_vatex_and_ego4d_are_rejected_rows(make_videos: Vi
     assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 3
 
 
-# Lines of a file of each dataset, in which each value is replaced or left out in turn.
+# Rows of a file of each dataset, in which each value is replaced or omitted in turn.
 PUBLISHED: dict[Callable[..., Reading], Any] = {
     read_msrvtt: {
         "videos": [{"video_id": "a", "category": 1, "split": "train"}],
@@ -105,7 +105,7 @@ OTHER_VALUES = ("null", "true", "-1", "NaN", "Infinity", HUGE_INTEGER, '""', '"\
 
 
 def damaged_texts(value: Any, other: str) -> Iterator[str]:
-    """JSON texts of `value` in which one value, at any depth below the first, is `other`."""
+    """Yield JSON texts of `value` in which one value, at any depth below the first, is `other`."""
     for key, below in value.items() if isinstance(value, dict) else enumerate(value):
         keys = value if isinstance(value, dict) else range(len(value))
         for text in [other, *(damaged_texts(below, other) if isinstance(below, dict | list) else ())]:
@@ -140,7 +140,7 @@ def test_values_of_any_kind_in_a_pickled_list_are_rejected_rows(make_videos: Vid
     for _ in range(100_000):
         nested = [nested]
     output = io.BytesIO()
-    # The pickler recurses; the bytes of the nested list are written by hand.
+    # The pickler is recursive, so the bytes of the nested list are written manually.
     output.write(b"\x80\x04(" + pickle.dumps(("a", 0.0, 1.0, "good"), 4)[2:-1])
     output.write(b"]" * 100_000 + b"a" * 99_999)
     for row in (("a", 10**400, 1.0, "x"), ("a", 0.0, 10**5000, "x"), ("a", 0.0, 1.0, 10**5000)):

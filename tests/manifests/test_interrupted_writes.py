@@ -1,5 +1,7 @@
-"""A write that ends at any moment: readers see the manifest before it or after it, and the same write again ends with
-the bytes of an undisturbed one."""
+"""Tests of writes that end at any moment.
+
+Readers see the manifest before or after the write, and the repeated write produces the bytes of an undisturbed one.
+"""
 
 import errno
 import itertools
@@ -34,12 +36,12 @@ FIRST = ["one", "two", "three"]
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulated end of the process."""
 
 
 @pytest.fixture
 def readings(tmp_path: Path) -> list[Reading]:
-    """Two states of a dataset: the second has another caption in front, and one less."""
+    """Return two states of a dataset: the second has an additional first caption, and lacks another caption."""
     texts = [FIRST, ["zero", "one", "three"]]
     return [
         reading_of(tmp_path, ["v", "w"], [("v", 0.0, 1.0 + number, text) for number, text in enumerate(captions)])
@@ -48,7 +50,7 @@ def readings(tmp_path: Path) -> list[Reading]:
 
 
 def stop_at(point: int, patch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Raises `error` at the `point`-th flush, rename or removal from now on, before it is done."""
+    """Raise `error` instead of the `point`-th flush, rename or removal from now on."""
     counter = itertools.count()
 
     def guard(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +66,7 @@ def stop_at(point: int, patch: pytest.MonkeyPatch, error: BaseException) -> None
 
 
 def interrupt_write(data: Path, reading: Reading, *, point: int, error: BaseException) -> bool:
-    """Writes until the given point; whether the write got that far."""
+    """Write until the given point; return False if the write ended before it."""
     with pytest.MonkeyPatch.context() as patch:
         stop_at(point, patch, error)
         try:
@@ -75,7 +77,7 @@ def interrupt_write(data: Path, reading: Reading, *, point: int, error: BaseExce
 
 
 def tables(data: Path) -> list[list[dict[str, Any]]] | None:
-    """The content of the three tables, or None where there is no manifest."""
+    """Return the content of the three tables, or None if there is no manifest."""
     try:
         with open_captions(data) as file:
             assert file.read().num_rows == read_captions(data).num_rows
@@ -90,7 +92,7 @@ def tables(data: Path) -> list[list[dict[str, Any]]] | None:
 
 
 def test_a_first_write_that_ends_anywhere_is_none_until_it_is_whole(tmp_path: Path, readings: list[Reading]) -> None:
-    """By a kill and by a full disk in turn."""
+    """Interrupt the write with a kill and a full disk in turn."""
     write(tmp_path / "undisturbed", readings[0])
     states = set()
     for point in itertools.count():
@@ -105,7 +107,7 @@ def test_a_first_write_that_ends_anywhere_is_none_until_it_is_whole(tmp_path: Pa
 
 
 def test_the_old_manifest_stays_readable_until_the_new_one_counts(tmp_path: Path, readings: list[Reading]) -> None:
-    """A write is killed, and its disk fails, in turn."""
+    """Interrupt the write with a kill and a disk error in turn."""
     before, undisturbed = tmp_path / "before", tmp_path / "undisturbed"
     write(before, readings[0])
     shutil.copytree(before, undisturbed)
@@ -123,7 +125,7 @@ def test_the_old_manifest_stays_readable_until_the_new_one_counts(tmp_path: Path
             write(data, readings[1])
             assert file_hashes(data) == file_hashes(undisturbed), f"stopped at point {point}"
         else:
-            # Another write after the interrupted one starts from what counts.
+            # A different write after the interrupted one starts from the valid state.
             write(data, readings[0])
             assert sorted(file_hashes(data)) == sorted(["manifest.json", REJECTED_LIST, *TABLE_FILES, *MAPPED_FILES])
     assert old in seen and new in seen
@@ -135,7 +137,7 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
     (videos / "v.mp4").write_bytes(b"x")
     captions.write_text("video,text\nv,first\n")
     data = tmp_path / "data"
-    # Dies by SIGKILL when the second of its tables is on the disk.
+    # The program kills itself with SIGKILL once the second of its tables is on the disk.
     program = (
         "import itertools, os, sys\n"
         "from pathlib import Path\n"
@@ -159,7 +161,7 @@ def test_a_killed_process_leaves_the_old_manifest(tmp_path: Path, readings: list
 
 
 def test_half_a_first_write_of_an_older_version_does_not_count(tmp_path: Path, readings: list[Reading]) -> None:
-    """It published the captions under their plain name before anything made them count."""
+    """Older versions published the captions under their plain name before the manifest listed them."""
     write(tmp_path / "undisturbed", readings[0])
     (tmp_path / "data" / "manifest").mkdir(parents=True)
     shutil.copy(tmp_path / "undisturbed" / "manifest" / CAPTIONS_FILE, tmp_path / "data" / "manifest" / CAPTIONS_FILE)

@@ -1,4 +1,4 @@
-"""Reading JSON entry by entry gives what reading it whole gives, wherever the windows are cut."""
+"""Tests that reading JSON entry by entry equals reading it at once, wherever the windows are split."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""VATEX, Something-Something v2 and Kinetics, on rows of their published forms."""
+"""Tests of VATEX, Something-Something v2 and Kinetics, on rows in their published forms."""
 
 import json
 from math import inf
@@ -134,7 +134,7 @@ def test_lists_of_avion_and_videomae_v2_are_read(make_videos: VideoMaker, tmp_pa
     pretrain.write_text("k/a b.mp4 0 -1\nk/c.mp4 0 -1\nk/d.mp4 0 -1\n")
     reading = read_kinetics([pretrain], videos=videos)
     assert (reading.videos.num_rows, reading.captions.num_rows, reading.rejected.num_rows) == (3, 0, 0)
-    # Videos without a label are what such a list is for.
+    # Such a list is meant for videos without labels.
     assert reading.num_rows_used == {str(pretrain): 3}
 
 
@@ -153,7 +153,7 @@ def test_placeholders_of_published_lists_are_not_part_of_a_path(make_videos: Vid
         ("b.mp4", "8"),
         ("74225", "140"),
     ]
-    # Only the placeholder says that other folders than those of the list are meant.
+    # Only the placeholder allows folders other than the folders in the list.
     assert reading.rejected["source_id"].to_pylist()[-2:] == ["k400/gone.mp4", "old/a.mp4"]
     assert reasons(reading) == {"missing_file": 2, "empty_id": 1}
 

@@ -1,6 +1,6 @@
-"""LeRobot datasets: episodes, cameras, tasks, splits and labels; unusable episodes and metadata.
+"""Tests of LeRobot datasets: episodes, cameras, tasks, splits and labels; unusable episodes and metadata.
 
-`tests/lerobot_folder.py` makes them; `test_lerobot_reader.py` compares with LeRobot itself.
+`tests/lerobot_folder.py` creates them; `test_lerobot_reader.py` compares them with LeRobot itself.
 """
 
 import shutil
@@ -41,19 +41,19 @@ def made_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made_dataset: Path, tmp_path: Path) -> Path:
-    """A copy of the dataset, to be changed."""
+    """Return a copy of the dataset that a test may change."""
     return Path(shutil.copytree(made_dataset, tmp_path / "v3"))
 
 
 def captions(reading: Reading, view: str = "top") -> list[tuple[Any, ...]]:
-    """Episode, text and split of the captions of a camera."""
+    """Return the episode, text and split of the captions of a camera."""
     split_of = dict(zip(*(reading.videos[name].to_pylist() for name in ("video_id", "split")), strict=True))
     rows = (row for row in reading.captions.to_pylist() if row["view"] == view)
     return [(int(row["group"][-6:]), row["text"], row.get("split") or split_of[row["video_id"]]) for row in rows]
 
 
 def shown_numbers(path: str) -> list[tuple[Fraction, int]]:
-    """Time in microseconds and number of each frame of a file, by PyAV."""
+    """Return the time in microseconds and the number of each frame of a file, read with PyAV."""
     with av.open(path) as container:
         stream = container.streams.video[0]
         assert stream.time_base is not None

@@ -1,4 +1,4 @@
-"""LeRobot itself: the frames that captions span are the frames that LeRobotDataset returns for the episode and task."""
+"""Tests against LeRobot: captions span the frames that LeRobotDataset returns for the episode and task."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def ask(tmp_path: Path, *words: str | Path) -> None:
 
 
 def decode(path: str) -> list[tuple[float, np.ndarray]]:
-    """Time in microseconds and picture of each frame of a file, by PyAV."""
+    """Return the time in microseconds and the image of each frame of a file, decoded with PyAV."""
     with av.open(path) as container:
         stream = container.streams.video[0]
         assert stream.time_base is not None

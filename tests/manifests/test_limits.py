@@ -1,4 +1,4 @@
-"""Sizes beyond which tables are divided, or refused by name."""
+"""Tests of the sizes beyond which tables are divided, or rejected by name."""
 
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from clipmill.manifests.store import MAX_ROWS, MAX_TEXT_BYTES, check_table_size
 
 
 def _digests(*, num_before: int) -> list[str]:
-    """Digests of six videos: the first has `num_before` captions, the fourth more than are read at a time."""
+    """Return the digests of six videos.
+
+    The first video has `num_before` captions, and the fourth has more captions than are read at a time.
+    """
     count = 131_073
     video_rows = np.r_[np.zeros(num_before, np.int64), np.full(count, 3), 4]
     times = pa.array(np.r_[np.zeros(num_before), np.arange(count + 1.0)])
@@ -33,7 +36,7 @@ def test_more_rows_or_text_than_32_bits_can_number_are_refused_by_name() -> None
     check_table_size(path, num_rows=MAX_ROWS)
     with pytest.raises(UserError, match=r"videos\.parquet would have 2,147,483,648 rows"):
         check_table_size(path, num_rows=MAX_ROWS + 1)
-    for count in (2147, 2148):  # the same megabyte again and again
+    for count in (2147, 2148):  # the same megabyte repeated
         table = pa.table({"path": pa.chunked_array([text] * count)})
         if count * 1_000_000 <= MAX_TEXT_BYTES:
             check_table_size(path, num_rows=len(table), videos=table)

@@ -1,4 +1,4 @@
-"""Mapped files that lose their pages while they are read."""
+"""Tests of mapped files that lose their pages while they are read."""
 
 import faulthandler
 import mmap
@@ -30,7 +30,7 @@ def test_an_index_that_is_cut_while_it_is_open_ends_the_process_with_its_name(tm
     path = index_at(tmp_path / "000000\u202e.index.arrow")
 
     def read() -> None:
-        mapped_files._previous_action = None  # whatever other tests of this process have done to its signals
+        mapped_files._previous_action = None  # other tests of this process may have changed its signal handlers
         index = open_index(path)
         os.truncate(path, 0)
         index["mp4_crc32"].to_numpy().sum()
@@ -66,7 +66,7 @@ def test_threads_without_the_interpreter_lock_may_meet_the_lost_page(tmp_path: P
 
 def test_an_error_of_the_bus_that_is_of_no_file_ends_the_process_as_before() -> None:
     def send() -> None:
-        faulthandler.disable()  # pytest's, which would print the stack
+        faulthandler.disable()  # pytest's fault handler would print the stack
         mapped_files._previous_action = None
         report_lost_pages()
         report_lost_pages()

@@ -1,4 +1,4 @@
-"""DiDeMo and ActivityNet Captions, on rows of their published forms."""
+"""Tests of DiDeMo and ActivityNet Captions, on rows in their published forms."""
 
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,12 @@ def test_two_names_of_a_video_are_one_video_of_didemo(make_videos: VideoMaker, t
     reading = read_didemo(videos, annotations=[path])
     assert of_splits(reading) == {"val": ["1_a", "1_b"]}
     assert [row[3] for row in rows(reading)] == ["first", "another video", "second"]
-    # The lists of retrieval code have one of the two names.
+    # The lists of retrieval code contain one of the two names.
     listed.write_text("1_a.mov\r\n\n1_b.mov\n1_c.mov\n")
     reading = read_didemo(videos, annotations=[path, listed])
     assert [row[3] for row in rows(reading)] == ["first", "another video"]
     assert reading.num_rows_used == {str(path): 2, str(listed): 2}
-    # A list restricts its own split only.
+    # A list restricts only its own split.
     train = write_json(tmp_path / "train_data.json", [didemo_entry("1_c.mov", "third", [0, 0])])
     reading = read_didemo(make_videos("1_c.mov"), annotations=[listed, path, train])
     assert of_splits(reading) == {"val": ["1_a", "1_b"], "train": ["1_c"]}
@@ -108,7 +108,7 @@ def test_damaged_entries_of_didemo_are_rejected_rows(make_videos: VideoMaker, tm
     entries = [good, *without, None, "1_a.mov", didemo_entry("1_a.mov", "late", [6, 6]), {**good, "description": 7}]
     path = write_json(tmp_path / "train_data.json", entries)
     reading = read_didemo(make_videos("1_a.mov"), annotations=[path])
-    # Without num_segments, dl_link or annotation_id an entry is as good.
+    # An entry without num_segments, dl_link or annotation_id is valid.
     assert [row[3] for row in rows(reading)] == ["good"] * 4
     assert reasons(reading) == {"malformed_row": 5, "bad_time": 2}
 
@@ -135,7 +135,7 @@ def test_activitynet_keeps_sentences_times_and_order(make_videos: VideoMaker, tm
     ]
     reading = read_activitynet(videos, annotations=paths)
     assert rows(reading) == [
-        ("v_one", 40.5, 82.8, "Later.", "human"),  # ends after the video, by a few hundredths
+        ("v_one", 40.5, 82.8, "Later.", "human"),  # ends a few hundredths of a second after the video
         ("v_one", 0.83, 19.86, "First.", "human"),
         ("v_one", 0.0, 82.73, "All.", "human"),
         ("v_two", 0.0, 4.0, "A.", "human"),
@@ -153,7 +153,7 @@ def test_a_paragraph_can_be_put_together_from_the_manifest(make_videos: VideoMak
         for name, sentences in paragraphs.items()
     }
     path, data = write_json(tmp_path / "val_1.json", content), tmp_path / "data"
-    # The video v_a is found later than the others.
+    # The video v_a is added later than the others.
     for names in (("v_b.mp4", "v_c.mp4"), ("v_a.mp4",)):
         reading = read_activitynet(make_videos(*names), annotations=[path])
         write_manifest(data, "activitynet", reading.videos, reading.captions, reading.rejected, num_captions_lost=0)

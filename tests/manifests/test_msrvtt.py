@@ -1,4 +1,4 @@
-"""MSR-VTT, on rows of its published form: official splits, and 1k-A."""
+"""Tests of MSR-VTT on rows in its published form: official splits, and 1k-A."""
 
 import json
 from math import inf
@@ -14,7 +14,7 @@ from tests.manifests.test_labelled_adapters import reasons, rows
 
 
 def info_file(path: Path, videos: dict[str, str], *, num_captions: int = 2, **more: Any) -> Path:
-    """A file of MSR-VTT: its videos and their splits, and captions `<video> <n>`."""
+    """Write a file of MSR-VTT: videos with their splits, and captions `<video> <n>`."""
     entries = [
         {"category": number, "url": f"https://x/watch?v={name}", "video_id": name, "start time": 137.72}
         | {"end time": 149.44, "split": split, "id": number}
@@ -28,7 +28,7 @@ def info_file(path: Path, videos: dict[str, str], *, num_captions: int = 2, **mo
 
 @pytest.fixture
 def msrvtt(make_videos: VideoMaker, tmp_path: Path) -> tuple[Path, Path]:
-    """Folder of eight videos, and the JSON file with their captions."""
+    """Create a folder of eight videos, and the JSON file with their captions."""
     splits = {f"video{n}": split for n, split in enumerate(["train"] * 3 + ["validate"] + ["test"] * 4)}
     return make_videos(*(f"TrainValVideo/{name}.mp4" for name in splits)), info_file(tmp_path / "data.json", splits)
 
@@ -67,7 +67,7 @@ def test_the_split_1ka_has_one_caption_for_each_test_video(msrvtt: tuple[Path, P
             "the pair of video4",
         ]
         assert (reading.captions.num_rows, reading.rejected.num_rows) == (8, 0)
-        # The category of a pair is that of the JSON file.
+        # The category of a pair comes from the JSON file.
         assert [row[5] for row in rows(reading)[:2]] == [6, 4]
         assert reading.num_rows_used == {str(pairs): 2, str(train): 3, str(info): 6}
 
@@ -129,7 +129,7 @@ def test_damaged_entries_of_msrvtt_are_rejected_rows(make_videos: VideoMaker, tm
     assert rows(reading)[-1][5] is None
     assert reasons(reading) == {"malformed_row": 8, "bad_split": 1, "bad_label": 1, "empty_caption": 1}
     assert "caption is missing" in reading.rejected["detail"].to_pylist()
-    # Two of each of two videos, and one of a video that the file does not describe.
+    # Two captions for each of two videos, and one for a video that the file does not describe.
     assert reading.num_captions_lost == 5
 
 

@@ -1,4 +1,4 @@
-"""What a command shows while it works: one line on a terminal, lines from time to time in a log."""
+"""Tests of a command's progress output: one line on a terminal, occasional lines in a log."""
 
 import io
 import re
@@ -132,6 +132,6 @@ def test_the_time_left_follows_the_present_pace(monkeypatch: pytest.MonkeyPatch)
     for done in range(1, 1201):
         now_s += 1
         pace.add(done)
-    assert pace.per_s == pytest.approx(1.0, rel=0.02), "what was slow long ago does not count"
+    assert pace.per_s == pytest.approx(1.0, rel=0.02), "a slow phase long ago must not count"
     assert join_parts(pace.rate(), pace.time_left(1260)) == "1.0/s, 1:00 left" and len(pace._samples) < 250
     assert pace.time_left(1200) == ""

@@ -1,4 +1,4 @@
-"""Datasets in a bucket are read as those in a folder; on a web server, a table names the videos."""
+"""Tests that datasets in a bucket are read like local ones, and that on a web server, a table lists the videos."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def web(here: Path) -> Iterator[HttpFolder]:
 
 
 def rows(reading: Reading, place: Path | str) -> list[object]:
-    """All that was read, with paths relative to the folder."""
+    """Return all values of a reading, with paths relative to the folder."""
     tables = (reading.videos, reading.captions, reading.rejected)
     text = json.dumps([table.to_pylist() for table in tables] + [reading.num_rows_used, reading.notes], default=str)
     return list(json.loads(text.replace(str(place), "HERE").replace("the object is", "the file is")))
@@ -177,7 +177,7 @@ def test_a_table_leads_to_no_server_of_this_machine_that_the_user_does_not_allow
     assert rejected.keys() == set(rows[1:])
     advice = "in the network of this machine (127.0.0.1); set CLIPMILL_ALLOWED_HOSTS=127.0.0.1 to allow it"
     assert advice in rejected[rows[1]]
-    # The folder that the user has typed is asked, and a host that is allowed.
+    # The user's own folder is always contacted, and so is an allowed host.
     table.write_text("video,text\na.mp4,one\n")
     assert read_folder(web.address, captions=table).videos.num_rows == 1
     monkeypatch.setenv("CLIPMILL_ALLOWED_HOSTS", "other, localhost")

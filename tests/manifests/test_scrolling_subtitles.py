@@ -1,4 +1,4 @@
-"""Automatic subtitles that show each phrase several times: cues of YouTube, and of what converters make of them."""
+"""Tests of automatic subtitles that show each phrase several times: YouTube's cues, and the output of converters."""
 
 import re
 
@@ -6,8 +6,8 @@ import pytest
 
 from clipmill.manifests.adapters.subtitles import read_cues
 
-# As `yt-dlp --write-auto-subs` saves them: a pause begins with a line of one blank, and each phrase is shown three
-# times.
+# `yt-dlp --write-auto-subs` saves cues like these: a pause starts with a line that holds one blank, and each phrase is
+# shown three times.
 AUTOMATIC = """WEBVTT
 Kind: captions
 Language: en

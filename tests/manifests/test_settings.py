@@ -1,4 +1,4 @@
-"""Settings say all of their mistakes at once, by the flags that the errors carry."""
+"""Tests that settings report all of their errors at once, by the flags that the errors carry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def test_all_mistakes_of_settings_and_their_groups_are_said_at_once() -> None:
 
 def test_a_rule_repeats_no_mistake_whatever_its_words() -> None:
     with pytest.raises(UserError) as caught:
-        Loading(batch=0, group=3)  # the rule names no flag in its message
+        Loading(batch=0, group=3)  # the rule's message contains no flag
     assert [str(error) for error in caught.value.errors] == ["--batch is 0, which is out of range"]
     with pytest.raises(UserError, match="the groups do not fill a batch"):
         Loading(batch=8, group=3)
@@ -86,6 +86,6 @@ def test_flags_are_called_by_other_names_whole_and_only_where_the_error_is_about
 
 
 def raw(kind: type[Cropping], **values: Any) -> Cropping:
-    """Settings that are not checked by themselves, as a command line builds groups."""
+    """Return settings that are not checked individually, as a command line creates groups."""
     with deferred_checks():
         return kind(**values)

@@ -1,4 +1,4 @@
-"""Captions with another split than their video, and names of moments and cameras."""
+"""Tests of captions with a different split than their video, and of names of moments and cameras."""
 
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ from clipmill.manifests.write import WriteResult, write_further_captions, write_
 from tests.manifests.conftest import VideoMaker
 
 US = 1_000_000
-Span = tuple[str, float, float, str | None]  # video, begin, end, split
+Span = tuple[str, float, float, str | None]  # video, start, end, split
 
 
 def reading_of(folder: Path, videos: dict[str, str], spans: list[Span], *, dataset: str = "a") -> Reading:
@@ -44,7 +44,7 @@ def digests(data: Path) -> dict[str, str]:
 
 
 def add_further(data: Path, video: str) -> None:
-    """Add a caption of all of a video, from another source than its dataset."""
+    """Add a caption for a complete video, from a different source than its dataset."""
     row = {"video_id": video, "begin_s": 0.0, "end_s": inf, "text": "more", "source": "asr", "likelihood": -1.0}
     kinds = {"begin_s": pa.float64(), "end_s": pa.float64(), "text": pa.string(), "likelihood": pa.float32()}
     coded = pa.dictionary(pa.int32(), pa.string())
@@ -71,7 +71,7 @@ def test_split_group_and_view_of_a_table_are_columns_of_the_captions(make_videos
         (None, "1", "wrist"),
         (None, None, None),
     ]
-    # Another dataset and further captions leave them as they are, and a dataset without them removes the columns.
+    # A second dataset and additional captions do not change them; a dataset without them removes the columns.
     other = reading_of(tmp_path, {"x": "train"}, [("x", 0, 1, None)], dataset="b")
     write(data, other, dataset="b")
     add_further(data, "c")
@@ -100,11 +100,11 @@ def test_a_split_changes_the_digest_of_its_video_only(tmp_path: Path) -> None:
     write(data, reading_of(tmp_path, videos, [("a", 0, 5, "val"), ("b", 0, 5, "train")]))
     after = digests(data)
     assert after["a"] != before["a"] and after["b"] == before["b"]
-    assert read_captions(data)["caption_id"].to_pylist() == [0, 1], "and its caption keeps its ID"
+    assert read_captions(data)["caption_id"].to_pylist() == [0, 1], "the caption must keep its ID"
 
 
 def owner(video_split: str, spans: list[Span], at_s: float) -> str:
-    """Split of a moment of a video, by looking at every caption."""
+    """Return the split of a moment of a video by checking every caption."""
     splits = {split or video_split for _, begin_s, end_s, split in spans if begin_s <= at_s < end_s}
     return next((name for name in ("test", "val") if name in splits), min(splits, default=video_split))
 
@@ -126,7 +126,7 @@ def test_every_second_belongs_to_one_split(tmp_path: Path, seed: int) -> None:
     names = list(videos)
     mixed = {name for name, *_, split in spans if split not in (None, videos[name])}
     assert {names[row] for row in divided.video.tolist()} == mixed
-    # Half a second at a time, from both readers.
+    # Check every half second with both readers.
     row, begin_us = np.repeat(np.arange(6), 80), np.tile(np.arange(80) * US // 2, 6)
     for split in ("train", "val", "test"):
         expected = [
@@ -138,7 +138,7 @@ def test_every_second_belongs_to_one_split(tmp_path: Path, seed: int) -> None:
         assert shown.tolist() == expected
         parts = divided.split_parts(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
         assert parts.span.tolist() == np.flatnonzero(expected).tolist()
-        # Long spans lose as much as their half seconds, and single ones, which are too short.
+        # Long spans lose the same half seconds, and also single half seconds, which are too short.
         marks = ["".join(map(str, video.astype(int))) for video in np.split(np.array(expected), len(names))]
         num_kept = sum(len(run) for video in marks for run in video.split("0") if len(run) > 1)
         whole = np.full(len(names), 40 * US)

@@ -1,4 +1,4 @@
-"""Writes of the manifest: what stays, what changes, and what a reader sees of a write that was cut off."""
+"""Tests of writes of the manifest: what stays, what changes, and what a reader sees after an interrupted write."""
 
 import hashlib
 import random

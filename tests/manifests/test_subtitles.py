@@ -1,4 +1,4 @@
-"""Subtitles and the output of speech recognition beside the videos of a folder."""
+"""Tests of subtitles and speech recognition output next to the videos of a folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One reader of caption tables: every shape of a table has the same captions, for `folder` and for `captions`."""
+"""Tests of the reader of caption tables: all shapes of a table give the same captions, in `folder` and `captions`."""
 
 import json
 from math import inf
@@ -97,7 +97,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(
 
 
 def test_what_is_beside_the_rows_is_left_out_and_named(make_videos: VideoMaker, tmp_path: Path) -> None:
-    """The form of COCO, and MSR-VTT's, whose list of videos has no texts."""
+    """Use the form of COCO, and the form of MSR-VTT, whose list of videos has no texts."""
     sentences = [{"video_id": row["video"], "caption": row["caption"], "sen_id": 0} for row in ROWS]
     videos = [{"video_id": row["video"], "split": "train"} for row in ROWS]
     for name in ("annotations", "sentences"):
@@ -224,7 +224,7 @@ def test_times_that_are_not_understood_are_refused(
     (path := tmp_path / "t.csv").write_text(f"video,{header},text\na,{'1,' * header.count(',')}2,x\n")
     with pytest.raises(UserError, match=what):
         of_table(make_videos, path)
-    others = "begin_s,end_s,upload_time,timestamp"  # the captions have their times, and the rest is noted
+    others = "begin_s,end_s,upload_time,timestamp"  # the captions have their times, and the other columns are noted
     path.write_text(f"video,{others},text\na,0,1,2,3,x\n")
     assert "t.csv: ignored upload_time, timestamp" in of_table(make_videos, path).notes
 

@@ -1,4 +1,4 @@
-"""How sizes, durations and rates are written, and how the values of flags are read."""
+"""Tests of how sizes, durations and rates are written, and how the values of flags are parsed."""
 
 from fractions import Fraction
 

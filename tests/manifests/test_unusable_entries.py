@@ -1,4 +1,4 @@
-"""A folder of videos in which some entries are broken: each is one rejected row, and the others are used."""
+"""Tests of a folder of videos with broken entries: each becomes one rejected row, and the others are used."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def link_through_a_file(path: Path) -> None:
 
 def socket_file(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
-        # The name of a socket has to be short.
+        # The path of a socket must be short.
         here = Path.cwd()
         os.chdir(path.parent)
         listening.bind(path.name)
@@ -73,7 +73,7 @@ def test_an_entry_that_is_no_file_is_rejected_by_name(
     assert list(rejected_rows(reading)) == ["bad.mp4"]
     assert rejected_rows(reading)["bad.mp4"][0] == reason
     assert detail in rejected_rows(reading)["bad.mp4"][1]
-    # Captions of such a video are lost by name; those of the others are not.
+    # Captions of such a video are counted as lost; the captions of other videos are kept.
     annotations = tmp_path / "vatex.json"
     annotations.write_text('[{"videoID": "bad", "enCap": ["x", "y"]}, {"videoID": "a", "enCap": ["z"]}]')
     of_vatex = read_vatex(folder, annotations=[annotations])

@@ -22,7 +22,7 @@ def samples() -> Callable[..., list[Sample]]:
             Sample(
                 key=f"{video_id}_{number * 15000:09d}",
                 members={
-                    # Sizes around tar's block: one short of it, the block itself, one over, none at all.
+                    # Sizes around tar's block: one byte less, exactly one block, one byte more, and empty.
                     "mp4": noise.randbytes((511, 512, 513, 0, 5000)[number % 5]),
                     "json": b'{"number": %d}' % number,
                     "latents.npy": npy_bytes(np.full((2, 3), number, dtype=np.float16)),
@@ -60,7 +60,7 @@ def commit_shard(write_shard: Callable[..., ShardFiles]) -> Callable[..., Commit
 
 @pytest.fixture
 def flip() -> Callable[[Path, int], None]:
-    """Changes one byte of a file in place."""
+    """Return a function that changes one byte of a file in place."""
 
     def change(path: Path, offset: int) -> None:
         with path.open("r+b") as file:

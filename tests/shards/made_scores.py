@@ -1,4 +1,4 @@
-"""A column `scores` with given values, written through the real writers."""
+"""Column `scores` with given values, written through the real writers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _KNOWN = ("video_id", "start_ms")
 
 
 def phash(number: int, *, flipped: Sequence[int] = ()) -> int:
-    """The hash of a picture of its own: 32 bits set at random, of which some are flipped."""
+    """Return the hash of a random image: 32 random bits are set, then the `flipped` bits are inverted."""
     bits = np.random.default_rng(number).permutation(64)[:32]
     return sum(1 << int(bit) for bit in bits) ^ sum(1 << bit for bit in flipped)
 
@@ -35,12 +35,12 @@ def write_scores(
     video: str | None = None,
     publish: bool = True,
 ) -> Path:
-    """Writes one shard of scores, its commit and, unless told not to, the merged table; the variant's folder.
+    """Write one shard of scores, its commit and, by default, the merged table; return the variant's folder.
 
     Args:
-        scores: values of the fields by chunk key; those that are not given are unknown.
-        failed: keys of chunks whose scores could not be computed.
-        video: the variant of `video` that they are of; by default the current one.
+        scores: Values of the fields by chunk key; missing values are unknown.
+        failed: Keys of chunks whose scores could not be computed.
+        video: Variant of `video` that was scored; by default the current one.
     """
     directory = variant_dir(data_dir, "scores", VARIANT)
     directory.mkdir(parents=True, exist_ok=True)

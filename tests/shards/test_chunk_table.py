@@ -1,4 +1,4 @@
-"""Merged tables of video, latents and text: what they hold, when they count, and what becomes of them otherwise."""
+"""Tests of merged tables of video, latents and text: their contents, their validity, and reads without them."""
 
 import shutil
 from fractions import Fraction
@@ -69,7 +69,7 @@ def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
     assert missing_parts(variant) == [CHUNKS_FILE]
     of_indexes = read_chunk_rows(variant).table.to_pylist()
     assert update_chunk_table(variant, column=column)
-    assert not update_chunk_table(variant, column=column), "it was up to date"
+    assert not update_chunk_table(variant, column=column), "the table is already up to date"
     table = merge_table(data, column)
     assert table.to_pylist() == of_indexes
     member = {"video": "mp4", "latents": "latents.npy", "text": "text.npy"}[column]
@@ -86,7 +86,7 @@ def test_a_table_has_the_values_of_all_indexes(data: Path, column: str) -> None:
 
 
 def test_a_table_of_other_commits_is_not_used(data: Path) -> None:
-    """As after a run that was killed before it could write the table, or one part of several."""
+    """Such a table remains if a run was killed before it could write the table, or only some of its parts."""
     before = merge_table(data)
     variant = Variant.open(data)
     gone = variant.shards()[0]
@@ -107,7 +107,7 @@ def test_only_new_indexes_are_read(data: Path) -> None:
     write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
     assert {row["shard"] for row in merge_table(data).to_pylist()} == {first.shard_id}
     record.write_bytes(content)
-    first.index_path.unlink()  # its rows are in the table
+    first.index_path.unlink()  # the table has the rows of this index
     assert merge_table(data).to_pylist() == everything
     (variant.directory / CHUNKS_FILE).unlink()
     with pytest.raises(UserError, match=r"chunks\.arrow was not written"):
@@ -115,7 +115,7 @@ def test_only_new_indexes_are_read(data: Path) -> None:
 
 
 def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipmill.shards.format.SHARDS_PER_FOLDER", 1)  # one shard in a part
+    monkeypatch.setattr("clipmill.shards.format.SHARDS_PER_FOLDER", 1)  # one shard per part
     data = make(tmp_path)
     everything = merge_table(data)
     variant = Variant.open(data)
@@ -129,16 +129,18 @@ def test_a_change_writes_only_the_parts_of_its_shards(tmp_path: Path, monkeypatc
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({first.shard_id}), {}))
     assert {row["shard"] for row in merge_table(data).to_pylist()} == {first.shard_id}
-    assert not parts[1].exists(), "its shards are gone"
+    assert not parts[1].exists(), "the shards of this part are gone"
     record.write_bytes(content)
     first.index_path.unlink()
     assert missing_parts(variant) == [f"001/{CHUNKS_FILE}"]
     assert read_chunk_rows(variant).table.to_pylist() == everything.to_pylist(), (
-        "one from the table, one from its index"
+        "one shard is read from the table, one from its index"
     )
     assert merge_table(data).to_pylist() == everything.to_pylist()
     assert [path.read_bytes() for path in parts] == [whole, other]
-    assert (parts[0].stat().st_ino, parts[0].stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns), "not written again"
+    assert (parts[0].stat().st_ino, parts[0].stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns), (
+        "the part must not be written again"
+    )
 
 
 def test_the_bytes_of_a_part_do_not_depend_on_how_it_was_made(data: Path) -> None:
@@ -152,7 +154,7 @@ def test_the_bytes_of_a_part_do_not_depend_on_how_it_was_made(data: Path) -> Non
     record.unlink()
     write_contents(variant.directory, Contents(frozenset({second.shard_id}), {}))
     merge_table(data)
-    record.write_bytes(content)  # its rows come before those that the table has
+    record.write_bytes(content)  # the rows of this record precede the rows in the table
     merge_table(data)
     assert path.read_bytes() == whole
 
@@ -196,5 +198,5 @@ def test_commits_of_a_table_are_those_of_the_records(data: Path) -> None:
     with pytest.raises(KeyError):
         commits[99]
     commit_path(directory, 0).touch()
-    commit_path(directory, 7).write_text("{}")  # a record that the table does not have
+    commit_path(directory, 7).write_text("{}")  # a record that is not in the table
     assert open_table_commits(directory) is None and Variant.open(data).damaged

@@ -1,4 +1,4 @@
-"""The table of commits: readers take it for the records only as long as it holds what they hold."""
+"""Tests of the table of commits, which readers use in place of the records only as long as it matches them."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ IDS = (0, 1, 998, 999, 1000, 1001, 2500)
 
 
 def make_commit(shard_id: int, *, num_samples: int = 2) -> Commit:
-    """The commit of a shard whose files nobody reads here; the one of shard 1 failed as a whole."""
+    """Return the commit of a shard whose files these tests do not read; shard 1 failed completely."""
     stem = f"{shard_id // 1000:03d}/" * (shard_id >= 1000) + f"{shard_id:06d}-01234567"
     files = ShardFiles(f"{stem}.tar", 10240, "a" * 64, f"{stem}.index.arrow", 100, "b" * 64, num_samples)
     failures = (Failure("v", None, "io_error", "cannot read \udcff.mp4"),) if shard_id == 1 else ()
@@ -42,14 +42,14 @@ def variant(tmp_path: Path) -> Path:
 
 
 def by_records(folder: Path) -> CommitRecords:
-    """The commits without the table."""
+    """Return the commits without using the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit_table_module, "open_commit_table", lambda *_, **__: None)
         return read_commits(folder)
 
 
 def num_read(folder: Path) -> int:
-    """How many records a reader opens; it must find what the records say."""
+    """Return the number of records that a reader opens; the commits must equal the records."""
     read, opened = commit_table_module.read_commit, list[Path]()
 
     def note_and_read(path: Path) -> Commit:
@@ -123,7 +123,7 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
 
 @pytest.mark.parametrize("keeps_times", [True, False])
 def test_a_copied_folder_is_read_with_or_without_its_times(variant: Path, tmp_path: Path, keeps_times: bool) -> None:
-    write_commit(variant, make_commit(1001, num_samples=5))  # the copy is made in the middle of a run
+    write_commit(variant, make_commit(1001, num_samples=5))  # the copy is made during a run
     copy = tmp_path / "copy"
     shutil.copytree(variant, copy)
     if not keeps_times:
@@ -141,7 +141,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     commit = read_commits(variant).commits[1001]
     assert commit == make_commit(1001)
     assert [problem.code for problem in check_record(variant, commit)] == [Code.COMMIT_DAMAGED]
-    # What has happened since the table was written is found by its time, the rest by reading everything.
+    # The time of a record reveals later changes; only a complete read reveals the others.
     long_after = (state.st_mtime_ns + 10**11,) * 2
     os.utime(path, ns=long_after)
     assert quick_problems(variant, [commit])[1001][0].code == Code.COMMIT_DAMAGED
@@ -150,7 +150,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     distrust_folder(path)
     assert isinstance(read_commits(variant).damaged[0], DamagedCommit) and num_read(variant) == 2
     finish_run(variant, dropped=(), planned=IDS)
-    assert read_commits(variant).damaged[0].shard_id == 1001, "a folder with damage is never confirmed"
+    assert read_commits(variant).damaged[0].shard_id == 1001, "a folder with damage must not be confirmed"
 
 
 def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_not_count(

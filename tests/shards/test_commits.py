@@ -39,7 +39,7 @@ def test_any_flipped_byte_and_any_cut_is_seen(tmp_path: Path, flip: Callable[[Pa
         with pytest.raises(DamagedCommit):
             read_commit(path)
         path.write_bytes(content)
-    for size_bytes in range(len(content) - 1):  # without the last newline the record is still whole
+    for size_bytes in range(len(content) - 1):  # without the final newline, the record is still complete
         path.write_bytes(content[:size_bytes])
         with pytest.raises(DamagedCommit):
             read_commit(path)

@@ -1,4 +1,4 @@
-"""contents.json: a commit that is missing is known, and a run that was killed is never taken for damage."""
+"""Tests of contents.json: a missing commit is detected, and a killed run is never mistaken for damage."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ Samples = Callable[..., list[Sample]]
 
 @pytest.fixture
 def variant(tmp_path: Path, commit_shard: CommitShard, samples: Samples) -> Path:
-    """Shards 0 to 3 of a run that came to its end; 1 and 2 are in val."""
+    """Create shards 0 to 3 of a completed run; 1 and 2 are in val."""
     folder = tmp_path / "data" / "video" / "made"
     for shard_id in range(4):
         split = "val" if shard_id in (1, 2) else "train"
@@ -78,7 +78,7 @@ def test_a_commit_that_cannot_be_made_again_stays_reported(variant: Path) -> Non
     commit_path(variant, 2).unlink()
     finish_run(variant, dropped=(), planned=range(4))
     assert [damaged.shard_id for damaged in read_commits(variant).damaged] == [2]
-    finish_run(variant, dropped=(), planned=(0, 1, 3))  # nothing wants it any more
+    finish_run(variant, dropped=(), planned=(0, 1, 3))  # the plan no longer contains it
     assert is_sound(variant)
 
 
@@ -91,10 +91,10 @@ def test_a_damaged_commit_of_a_shard_that_nothing_wants_goes(variant: Path) -> N
 def test_a_run_that_is_killed_at_its_end_looks_like_no_damage(
     variant: Path, tmp_path: Path, commit_shard: CommitShard, samples: Samples
 ) -> None:
-    """The run has made shard 4 and remade shard 0; 1 and 2, all of val, are not wanted any more."""
+    """The run has made shard 4 and made shard 0 again; it no longer needs 1 and 2, which are all of val."""
     commit_shard(variant, samples(2, video_id="v4"), shard_id=4, split="test")
     commit_shard(variant, samples(3, video_id="v0"), shard_id=0)
-    assert is_sound(variant), "killed before its end"
+    assert is_sound(variant), "a run killed before its end must look sound"
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
     finish_run(undisturbed, dropped=(1, 2), planned=(0, 3, 4))

@@ -89,7 +89,7 @@ def test_the_variant_of_an_unfinished_run_is_known_until_a_run_of_the_column_has
     begin_variant(tmp_path, "video", "h264-11111111")
     first = (tmp_path / "dataset.json").read_bytes()
     assert (current_variant(tmp_path, "video"), unfinished_variant(tmp_path, "video")) == ("h264-11111111", None)
-    for end in (begin_variant, set_current_variant):  # a run that goes back to the current variant, and the end of one
+    for end in (begin_variant, set_current_variant):  # a run that returns to the current variant, and the end of a run
         begin_variant(tmp_path, "video", "h264-33333333")
         assert current_variant(tmp_path, "video") == "h264-11111111"
         assert unfinished_variant(tmp_path, "video") == "h264-33333333"

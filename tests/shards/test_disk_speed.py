@@ -1,4 +1,4 @@
-"""The meter of disks: reads that are counted, and files that are read or written."""
+"""Tests of the disk speed measurement: reads are counted, and files are read or written."""
 
 import os
 from functools import partial
@@ -22,8 +22,8 @@ def test_reads_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measure_reads(reads, seconds=1e9)
     assert order == list(range(10)) and whole.num_reads == 10
     assert (whole.bytes_per_s, whole.read_s, whole.slow_read_s) == pytest.approx((1000 / 19, 1.0, 10.0))
-    assert measure_reads(reads, seconds=3.0).num_reads == 4, "none begins after the time"
-    assert measure_reads(reads, seconds=-1.0).num_reads == 1, "the first one always counts"
+    assert measure_reads(reads, seconds=3.0).num_reads == 4, "no read may start after the time limit"
+    assert measure_reads(reads, seconds=-1.0).num_reads == 1, "the first read must always count"
     assert measure_reads(reads[:2], seconds=4.5, repeats=True).num_reads == 5
     order.clear()
     assert measure_reads(reads[:8], seconds=1e9, num_threads=3).num_reads == 8 and sorted(order) == list(range(8))
@@ -47,7 +47,7 @@ def test_a_file_is_read_and_a_folder_left_as_it_was(tmp_path: Path) -> None:
     assert speed is not None and speed.read_bytes_per_s > 0 and speed.piece_ms > 0 and speed.write_bytes_per_s is None
     path.write_bytes(bytes(1000))
     with path.open("rb", buffering=0) as file:
-        assert measure_file(file.fileno()) is None, "too small"
+        assert measure_file(file.fileno()) is None, "the file is too small to measure"
     written = measure_folder(tmp_path)
     assert written.write_bytes_per_s and written.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""Folders of a thousand shards."""
+"""Tests of folders with a thousand shards."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")
 
 @pytest.fixture
 def variant(tmp_path: Path) -> Path:
-    """Shards 998 to 1003 of two samples, of which one failed, as a run leaves them."""
+    """Create shards 998 to 1003 with two samples each, one of which failed, as a run leaves them."""
     folder = tmp_path / "data" / "video" / "h264-01234567"
     folder.mkdir(parents=True)
     (folder / RECIPE_FILE).write_text("{}")
@@ -68,7 +68,7 @@ def test_a_set_grows_in_folders(variant: Path, has_table: bool) -> None:
     finish_run(variant, dropped=(), planned=IDS)
     for shard_id in () if has_table else IDS:
         distrust_folder(commit_path(variant, shard_id))
-    make(variant, 1001)  # again, because its videos have changed
+    make(variant, 1001)  # the shard is made again, because its videos have changed
     make(variant, 1004)
     make(variant, 2000)
     assert is_sound(variant)

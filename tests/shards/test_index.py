@@ -29,7 +29,7 @@ def test_an_open_index_is_a_view_of_the_file(
     assert pa.total_allocated_bytes() - allocated < 4096 < table.nbytes
     assert extensions_of(table) == ("mp4", "json", "latents.npy")
     assert table.schema.metadata == {b"clipmill_format": b"2", b"extensions": b"mp4,json,latents.npy"}
-    # The map outlives the file's name, as it must when a shard is replaced under a reader.
+    # The map outlives the file's name, as required when a shard is replaced while it is read.
     (tmp_path / files.index).unlink()
     assert table.column("key")[199].as_py() == "video_002985000"
 

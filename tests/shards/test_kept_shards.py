@@ -1,4 +1,4 @@
-"""Shards beyond the number that a variant keeps are opened again, with the same content."""
+"""Tests that shards beyond the number that a variant keeps open are opened again, with the same content."""
 
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_
     assert first[3] == ([48, 500], (first[0][1][0], 190_000), 13)
     assert visit() == first
     assert len(variant._opened) == 2
-    assert len(hashed) == len(set(hashed)) == NUM_SHARDS, "each index is verified once"
+    assert len(hashed) == len(set(hashed)) == NUM_SHARDS, "each index must be verified once"
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert len([line for line in maps if line.endswith(".index.arrow")]) <= 3
     shard = variant.shard(0)
-    shard.index_path.touch()  # it may be another file now
+    shard.index_path.touch()  # the path may now be a different file
     shard.require_committed_index()
     assert hashed[NUM_SHARDS:] == [shard.index_path]

@@ -1,4 +1,4 @@
-"""Labels in `--where`: which captions and chunks have which, compared with loops over all pairs."""
+"""Tests of labels in `--where`: the captions and chunks that have them, compared with loops over all pairs."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,10 @@ VIDEOS = ["a", "b", "c"]
 
 
 def random_captions(rng: np.random.Generator, *, count: int) -> list[Caption]:
-    """Captions of whole and half seconds, some to the end of the video, most of them without labels."""
+    """Draw captions that start and end at multiples of half a second.
+
+    Some last to the end of the video, and most have no labels.
+    """
     captions = []
     for number in range(count):
         begin_s = float(rng.integers(0, 12)) / 2
@@ -37,7 +40,7 @@ def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
     labelled = read_labelled(tmp_path, {"label_one": "text"})
     assert labelled.num_rows == sum("label_one" in caption.labels for caption in captions)
-    video_row = rng.integers(-1, 2, 40)  # -1: of none of the videos
+    video_row = rng.integers(-1, 2, 40)  # -1: not one of the videos
     begin_s = rng.integers(0, 10, 40) / 2
     end_s = begin_s + rng.integers(1, 5, 40)
     part, caption = match_labels(
@@ -140,7 +143,7 @@ def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
 def test_labels_are_compared_as_what_an_expression_takes_them_for(
     expression: str, numbers: list[int], tmp_path: Path
 ) -> None:
-    """Texts of a table of one's own, and numbers of a dataset, such as classes of verbs."""
+    """The labels are strings of a user's table, and numbers of a dataset, such as verb classes."""
     labels: list[dict[str, object]] = [
         {"label_done": "true", "label_grade": "1", "label_class": 5},
         {"label_done": "false", "label_grade": "2", "label_class": 7},

@@ -1,4 +1,7 @@
-"""Marks of readers: a variant has one as long as it is in use, however its reader ends and whatever the clocks say."""
+"""Tests of readers' marks: a variant has a mark as long as it is in use, however its reader ends.
+
+The clocks of the machines have no influence.
+"""
 
 import json
 import os
@@ -37,7 +40,7 @@ NEW = "h265-other-89abcdef"
 
 @dataclass
 class Folder:
-    """A data folder as a training process and as commands of prep see it: local, or in a bucket."""
+    """Data folder as a training process and as `prep` commands see it, locally or in a bucket."""
 
     path: Path
     objects: Objects | None
@@ -52,7 +55,7 @@ class Folder:
         return self.path if self.objects is None else open_data(self.objects.url)
 
     def marks(self) -> list[str]:
-        """Names of the files of all marks."""
+        """Return the file names of all marks."""
         if self.objects is not None:
             return [info.key for info in self.objects.list(READERS_FOLDER) if not info.key.endswith("/.lock")]
         return [str(path.relative_to(self.path)) for path in (self.path / READERS_FOLDER).glob("?*.lock")]
@@ -68,7 +71,7 @@ class Folder:
             self.objects.write(name, changed)
 
     def expire(self, patch: pytest.MonkeyPatch, *, age_s: float) -> None:
-        """Let the only mark be this old by the clock of the storage."""
+        """Set the age of the only mark according to the clock of the storage."""
         if self.objects is None:
             (name,) = self.marks()
             touched_s = time.time() - age_s
@@ -92,7 +95,7 @@ def text_of(readers: Readers) -> list[str]:
 
 
 def test_a_variant_has_a_mark_as_long_as_it_is_in_use(folder: Folder) -> None:
-    assert leave_mark(folder.variant()) is None, "prep reads without marks"
+    assert leave_mark(folder.variant()) is None, "prep must read without marks"
     enable_marks(folder.path, folder.objects)
     first, second = leave_mark(folder.variant()), leave_mark(folder.variant())
     assert first is not second and len(folder.marks()) == 1
@@ -131,7 +134,7 @@ def test_a_reader_on_another_machine_counts_until_its_mark_expires_whatever_its_
 
 
 def test_a_removed_mark_returns_when_it_is_renewed(folder: Folder) -> None:
-    """A machine that was suspended, for example: `prep gc` has taken its reader for dead."""
+    """For example, the reader's machine was suspended, and `prep gc` considered the reader dead."""
     enable_marks(folder.path, folder.objects)
     user = leave_mark(folder.variant())
     (name,) = folder.marks()
@@ -225,17 +228,17 @@ def test_a_mark_waits_until_variants_have_been_removed(tmp_path: Path) -> None:
     )
     with exclude_new_readers(tmp_path) as readers:
         assert not readers.active and readers.now_s == pytest.approx(time.time(), abs=60)
-        # A fork would hold the lock, too.
+        # Use a new interpreter, because a fork would hold the lock too.
         reader = subprocess.Popen([sys.executable, "-c", code, tmp_path], stderr=subprocess.PIPE, text=True)
         assert reader.stderr is not None and "waiting for prep gc" in reader.stderr.readline()
         assert not Folder(tmp_path, None).marks()
     assert reader.wait(60) == 0 and reader.stderr.read() == ""
-    assert not Folder(tmp_path, None).marks(), "it was removed at the end of the process"
+    assert not Folder(tmp_path, None).marks(), "the mark must be removed when the process exits"
 
 
 @pytest.fixture
 def run(folder: Folder, tmp_path: Path) -> Callable[..., object]:
-    """Function that marks the variant of a run."""
+    """Return a function that marks the variant of a run."""
     enable_marks(folder.path, folder.objects)
     facts = tmp_path / "run" / "run.json"
     facts.parent.mkdir()
@@ -265,12 +268,12 @@ def test_a_run_that_was_removed_counts_no_more(
     facts = tmp_path / "run" / "run.json"
     for damaged in (b"{", b"[]"):
         facts.write_bytes(damaged)
-        assert folder.readers().active, "a damaged run is a run"
+        assert folder.readers().active, "a damaged run must count as a run"
     facts.write_text(json.dumps({marks.TOKEN_FACT: "another run"}))
     assert not folder.readers().active and folder.readers().ended
     facts.unlink()
     assert not folder.readers().active
-    # A folder that this machine does not have may exist on the machine of the run.
+    # A folder that is missing on this machine may exist on the machine of the run.
     folder.change(holder="process 7 on node1")
     assert folder.readers().active
     folder.expire(monkeypatch, age_s=RUN_EXPIRY_S + 60)

@@ -1,4 +1,4 @@
-"""Merged tables: no damaged byte of a schema gives values another name, type or source."""
+"""Tests of merged tables: a damaged byte in a schema never changes the name, type or source of values."""
 
 from pathlib import Path
 from random import Random
@@ -40,7 +40,7 @@ def test_no_flipped_bit_of_a_schema_is_served(tmp_path: Path) -> None:
         except DamagedTable:
             noticed += 1
             continue
-        if is_table_of(verified_table, NO_COMMITS):  # otherwise it is stale, and not used
+        if is_table_of(verified_table, NO_COMMITS):  # otherwise the table is stale, and not used
             assert verified_table.equals(whole) and verified_table.schema.equals(whole.schema), f"byte {at}"
             assert verified_table.schema.metadata[b"member"] == b"mp4", f"byte {at}"
     assert noticed > footer_bytes // 12

@@ -1,4 +1,4 @@
-"""Moments of any number of videos, of any length: right, or refused by name."""
+"""Tests of moments in any number of videos of any length: the result is right, or the input is rejected by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,14 @@ from clipmill.shards.selection import find_chunks
 from clipmill.train.data.caption_rows import usable_captions
 from clipmill.train.data.data_folder import ChunkTable, rows_with_video
 
-# Around the powers of two at which 40 bits for the time, or a row of 32 bits, would overflow; and the last of 10^9.
+# Values around the powers of two at which 40 bits for the time or 32 bits for the row would overflow; and the last of
+# 10^9.
 ROWS = np.array([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, 10**9 - 1], np.int32)
 DAY_MS = 86_400_000
 
 
 def test_captions_of_a_thousand_million_videos_are_of_their_own_chunks() -> None:
-    chunks = np.repeat(ROWS, 2)  # [0, 15) and [15, 30) s of each
+    chunks = np.repeat(ROWS, 2)  # [0, 15) and [15, 30) s of each video
     starts = np.tile(np.array([0, 15_000]), len(ROWS))
     plain: dict[str, Any] = {
         name: np.full(len(chunks), value) for name, value in (("num_frames", 450), ("fps_num", 30))

@@ -1,4 +1,4 @@
-"""A path that is not a data folder is refused with a hint that fits its content."""
+"""Tests that a path that is not a data folder is rejected with a hint that matches its content."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packet tables: which packets frames need, and what is known of each chunk of a shard."""
+"""Tests of packet tables: the packets that frames need, and the properties of each chunk in a shard."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,18 @@ from clipmill.shards.index import index_bytes
 from clipmill.shards.packets import PacketTable, PacketTables
 
 KEY, REF, LEAF = PACKET_KEY | PACKET_REFERENCE, PACKET_REFERENCE, 0
-Packets = Sequence[tuple[int, int]]  # frame and flags, in decode order
+Packets = Sequence[tuple[int, int]]  # frame and flags, in decoding order
 CLOSED: Packets = [(0, KEY), (2, REF), (1, LEAF), (3, KEY), (5, REF), (4, LEAF)]
-OPEN: Packets = [(0, KEY), (3, KEY), (1, LEAF), (2, LEAF)]  # two frames are shown before a key frame that precedes them
+# Two frames follow key frame 3 in the stream, but are shown before it.
+OPEN: Packets = [(0, KEY), (3, KEY), (1, LEAF), (2, LEAF)]
 HEADLESS: Packets = [(0, REF), (1, KEY), (2, REF)]
 
 
 def tables_of(chunks: Sequence[Packets], streams: Sequence[tuple[str, bytes]]) -> PacketTables:
-    """Tables of an index with `chunks`, a stream each; chunk i lies at 100 i and has 10 + i bytes."""
+    """Return the tables of an index with `chunks`, each with a stream.
+
+    Chunk i starts at byte 100 i and has 10 + i bytes.
+    """
 
     def lists(of_packet: Sequence[Sequence[int]], dtype: pa.DataType) -> pa.Array:
         return pa.array([list(values) for values in of_packet], pa.list_(dtype))

@@ -47,7 +47,7 @@ def test_damaged_samples_are_left_out(
     table = open_index(_index(tmp_path, commit))
     flip(_tar(tmp_path, commit), table.column("json_offset")[3].as_py())
     flip(_tar(tmp_path, commit), table.column("mp4_offset")[9].as_py() + 100)
-    flip(_tar(tmp_path, commit), table.column("mp4_offset")[11].as_py() - 500)  # a header: the sample is whole
+    flip(_tar(tmp_path, commit), table.column("mp4_offset")[11].as_py() - 500)  # a tar header: the sample is intact
     whole = [sample for row, sample in enumerate(written_samples) if row not in (3, 9)]
     assert list(readable_rows(tmp_path, commit)) == _as_salvaged(whole)
 
@@ -72,7 +72,7 @@ def test_without_its_index_an_intact_tar_gives_every_sample(
     else:
         flip(index, index.stat().st_size // 2)
     assert list(readable_rows(tmp_path, commit)) == _as_salvaged(written_samples, with_fields=False)
-    # With the tar damaged as well, nothing can be proved.
+    # If the tar is damaged too, nothing can be verified.
     flip(_tar(tmp_path, commit), _tar(tmp_path, commit).stat().st_size - 1)
     assert list(readable_rows(tmp_path, commit)) == []
 

@@ -21,7 +21,7 @@ from clipmill.shards.scores import (
 from tests.shards.made_scores import phash, write_scores
 from tests.train.tiny_data import write_captions
 
-ORDER = {"b": "train", "a": "train", "c": "val"}  # of the manifest
+ORDER = {"b": "train", "a": "train", "c": "val"}  # order of the manifest
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def test_the_table_is_ordered_by_video_and_start_and_marks_what_looks_alike(data
         *[("a", 0), ("a", 2000), ("a", 4000)],
         *[("c", 0), ("c", 2000), ("unknown", 0)],
     ]
-    # Chunks of one video do not count, nor do black and grey ones.
+    # Chunks of the same video do not count as duplicates, nor do black and gray ones.
     assert table["duplicate_of"].to_pylist() == [-1, -1, -1, -1, -1, -1, -1, -1, 4, 1]
     assert np.flatnonzero(table["has_look_alike"].to_numpy()).tolist() == [1, 4, 5, 8, 9]
-    assert table["motion"].to_pylist()[3] is None  # its scores could not be computed
+    assert table["motion"].to_pylist()[3] is None  # the scores of this chunk could not be computed
     assert table["motion"].to_pylist()[8] == 0.5
     assert all(column.num_chunks == 1 for column in table.columns)
     assert pa.types.is_dictionary(table["video_id"].type)

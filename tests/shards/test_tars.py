@@ -1,4 +1,4 @@
-"""Files that do not answer: whoever wants them gets an error, and nobody else waits."""
+"""Tests of files that do not respond: only their readers get an error, and no other reader waits."""
 
 import os
 import subprocess
@@ -27,7 +27,10 @@ time.sleep(600)
 
 @pytest.fixture
 def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Another program that holds leases on files: `open` blocks until it ends, as on a mount that does not answer."""
+    """Return a function that starts a program with leases on files:
+
+    `open` blocks until the program ends, as on a dead mount.
+    """
     holders: list[subprocess.Popen[str]] = []
 
     def start(*paths: Path) -> subprocess.Popen[str]:
@@ -36,7 +39,7 @@ def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         holders.append(holder)
         assert holder.stdout is not None
         if holder.stdout.readline() != "held\n":
-            pytest.skip("this file system knows no leases")
+            pytest.skip("this file system does not support leases")
         return holder
 
     yield start
@@ -73,7 +76,7 @@ def test_others_are_read_while_one_open_hangs(
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"opening timed out after 0\.2 s"):
         tars.read(late, 0, 4)
-    # It is not waited for again while its thread is blocked, and one thread is all that it has.
+    # A later read does not wait again while the thread of the file is blocked, and no second thread is started.
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 3600.0)
     for _ in range(5):
         with pytest.raises(TimeoutError):

@@ -108,7 +108,7 @@ def test_damage_to_the_indexes_is_told(tmp_path: Path, commit: Commit, flip: Fli
     assert _codes(tmp_path, commit) == [(Code.INDEX_CHECKSUM, None)]
     os.truncate(index, 100)
     assert _codes(tmp_path, commit) == [(Code.INDEX_SIZE, None)]
-    # Without an index the tar can still be told right from wrong.
+    # Even without an index, damage to the tar is detected.
     flip(_path(tmp_path, commit, "tar"), 600)
     assert _codes(tmp_path, commit) == [(Code.INDEX_SIZE, None), (Code.TAR_CHECKSUM, None)]
 
@@ -119,7 +119,7 @@ def test_a_wrong_energon_index_is_told(tmp_path: Path, commit: Commit, flip: Fli
 
 
 def _commit_index_of(directory: Path, commit: Commit, rows: list[dict[str, Any]]) -> Commit:
-    """A commit whose index was made, with fitting checksums, by a program that broke the rules."""
+    """Commit an index with matching checksums, as written by a program that broke the rules."""
     assert commit.files is not None
     path = _path(directory, commit, "index")
     content = index_bytes(pa.Table.from_pylist(rows, schema=open_index(path).schema))
@@ -187,10 +187,10 @@ def test_a_copied_shard_is_read_once_and_then_known(tmp_path: Path, commit: Comm
     content = commit_path(tmp_path, 0).read_bytes()
     assert quick_check(tmp_path, commit) == []
     assert commit_path(tmp_path, 0).read_bytes() == content
-    # A change that keeps the time shows that the file is not read a second time ...
+    # A change that keeps the modification time shows that the file is not read a second time ...
     flip(tar, 700)
     os.utime(tar, ns=(later_ns, later_ns))
     assert quick_check(tmp_path, commit) == []
-    # ... and one that does not is read.
+    # ... and a change of the modification time shows that the file is read.
     os.utime(tar, ns=(later_ns + 1, later_ns + 1))
     assert [problem.code for problem in quick_check(tmp_path, commit)] == [Code.TAR_CHECKSUM]

@@ -28,7 +28,7 @@ TABLE = pa.table(
     ("expression", "rows"),
     [
         ("motion > 0.2", [2]),
-        ("motion <= 0.2", [0, 1]),  # float32(0.2) is more than 0.2
+        ("motion <= 0.2", [0, 1]),  # float32(0.2) is greater than 0.2
         ("0.2 >= motion", [0, 1]),
         ("motion > 0.1 and motion < 0.3", [1]),
         ("cuts between 1 and 2", [1, 2]),
@@ -40,9 +40,9 @@ TABLE = pa.table(
         ("cuts == 2 * 3 / 3", [2]),
         ("motion * 2 + cuts > 2.2", [2]),
         ("-motion > -0.2", [0]),
-        ("1 / cuts < 0.6", [2, 3]),  # a division by zero is unknown
+        ("1 / cuts < 0.6", [2, 3]),  # the result of a division by zero is unknown
         ("cuts / (motion - motion) > 0", []),
-        ("cuts * 2000000000 > 5e9", [3]),  # more than an int32 holds
+        ("cuts * 2000000000 > 5e9", [3]),  # exceeds the range of int32
         ("motion <= 2e-1 and '2e-1' != '0.2'", [0, 1]),
         ("motion < 1e999999999 and cuts <= 1e-999999999", [0]),
         ("begin_s >= 1.5", [1, 2, 3]),
@@ -52,7 +52,7 @@ TABLE = pa.table(
         ("phash == 9223372036854775808", [0]),
         ("phash != -1", [0, 1, 2]),
         ("phash * 1 == 9223372036854775808", [0]),
-        ("motion < 16777217", [0, 1, 2]),  # neither float32 nor float64 has these numbers
+        ("motion < 16777217", [0, 1, 2]),  # float32 cannot represent this number
         ("motion in (16777217, 0.2)", [1]),
         ("begin_s < 9007199254740993", [0, 1, 2, 3]),
         ("begin_s > -9007199254740993 and cuts > 2", [3]),

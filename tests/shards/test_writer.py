@@ -195,7 +195,7 @@ def test_bytes_that_change_before_they_are_read_again_stop_the_shard(tmp_path: P
         pytest.raises(OSError, match="a_000000000") as raised,
         ShardWriter(tmp_path, shard_id=0, extensions=["mp4"], fields=[]) as writer,
     ):
-        # More than the write buffer holds, so that the first bytes are in the file already.
+        # More than the write buffer holds, so that the file already contains the first bytes.
         writer.add(Sample("a_000000000", {"mp4": bytes(3 << 20)}, {}))
         (temporary,) = tmp_path.iterdir()
         with temporary.open("r+b") as file:
@@ -254,7 +254,7 @@ def test_a_killed_writer_leaves_no_shard(tmp_path: Path) -> None:
     assert Variant(tmp_path).shards() == []
 
 
-# The limit is lowered by the process itself; with SIGXFSZ ignored a write over it fails as it does on a full disk.
+# The process itself lowers the limit. With SIGXFSZ ignored, a write beyond the limit fails as on a full disk.
 WRITE_UP_TO_A_LIMIT = textwrap.dedent(
     """
     import os, resource, signal, sys
@@ -310,7 +310,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ("payload_bytes", "num_samples"),
     [
         pytest.param(10_000, 100, id="in the tar"),
-        # The tar takes 200 KiB of the 256; the index of 380 rows does not fit beside it.
+        # The tar takes 200 of the 256 KiB; the index of 380 rows does not fit in the rest.
         pytest.param(0, 380, id="in the index"),
     ],
 )

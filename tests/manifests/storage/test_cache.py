@@ -1,4 +1,4 @@
-"""The bounded cache: its limit, least recent use, maps, other processes, damage and kills."""
+"""Tests of the bounded cache: its limit, least recent use, maps, other processes, damage and kills."""
 
 import mmap
 import multiprocessing
@@ -34,7 +34,7 @@ def test_the_least_recently_used_copies_go_first(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=30)
     for number, name in enumerate("abc"):
         put(cache, name, bytes(10), used_s=100 + number)
-    copy = cache.find("a", size_bytes=10)  # used just now
+    copy = cache.find("a", size_bytes=10)  # this makes "a" the most recently used copy
     assert copy is not None
     copy.close()
     put(cache, "d", bytes(10))
@@ -95,7 +95,7 @@ def test_who_does_not_wait_is_told_that_another_is_fetching(tmp_path: Path) -> N
     thread.start()
     assert begun.wait(30)
     assert cache.get("a", size_bytes=7, fetch=fetch, waits=False) is None
-    with pytest.raises(NoRoom):  # room is taken by downloads too
+    with pytest.raises(NoRoom):  # downloads in progress take space too
         put(cache, "b", bytes(95))
     gate.set()
     thread.join(30)

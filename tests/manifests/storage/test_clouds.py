@@ -1,4 +1,4 @@
-"""The client of object storage with Google's and Microsoft's protocols: what is not as with S3."""
+"""Tests of the object storage client with Google's and Microsoft's protocols, where they differ from S3."""
 
 import secrets
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.object_storage.server import S3Server
 
 @pytest.fixture(scope="module", params=["gs", "az"])
 def cloud_bucket(request: pytest.FixtureRequest, s3: S3Server) -> Iterator[str]:
-    """Address of an empty bucket of Google, or of Azure's emulator where it is installed."""
+    """URL of an empty bucket on Google's server, or on Azure's emulator if it is installed."""
     if request.param == "az" and not is_installed():
         pytest.skip(f"{PROGRAM} is not installed (npm install azurite)")
     with (

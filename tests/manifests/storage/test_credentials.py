@@ -1,4 +1,4 @@
-"""Credentials that are renewed while they are used: each kind, with keys that expire after seconds."""
+"""Tests of credentials that are renewed while they are used: each kind, with keys that expire after seconds."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.object_storage.server import S3Server
 LIFE_S = 6.0
 ROLE = "arn:aws:iam::123456789012:role/reader"
 MIB = 1 << 20
-# A credential process, whose keys expire soon.
+# A credential process whose keys expire soon.
 PROCESS = """
 import json, sys
 sys.path.insert(0, {root!r})
@@ -32,7 +32,7 @@ print(json.dumps({{"Version": 1, "SessionToken": key.pop("Token"), **key}}))
 
 
 def write_certificate(path: Path) -> Path:
-    """A certificate of this machine's loopback interface, with its key."""
+    """Write a certificate for this machine's loopback interface, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.now(UTC)
@@ -47,7 +47,7 @@ def write_certificate(path: Path) -> Path:
 
 @pytest.fixture
 def use_credentials(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Leads this process to one kind of credentials, which expire."""
+    """Return a function that makes this process use one kind of credentials, which expire."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
 
@@ -74,7 +74,7 @@ def use_credentials(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def use(bucket: str, faults: Faults) -> None:
-    """Use one client for longer than its first keys live, and upload for longer than any key lives."""
+    """Use one client for longer than its first keys are valid, and upload for longer than any key is valid."""
     objects = open_objects(bucket)
     objects.write("small", b"content")
     assert objects.read("small") == b"content"
@@ -92,7 +92,7 @@ def test_keys_are_renewed_before_they_expire(
 ) -> None:
     use_credentials(kind)
     use(bucket, faults)
-    # Requests that this package signs itself have the same keys.
+    # Requests that this package signs itself use the same keys.
     objects = open_objects(bucket)
     assert list(S3Requests(bucket, objects._store).open_uploads()) == []
 
@@ -115,7 +115,7 @@ def test_keys_of_a_web_identity_are_renewed_before_they_expire(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("AWS_ROLE_ARN", ROLE)
-    with faulty(s3.port, certificate=certificate) as sts:  # obstore asks no STS without TLS
+    with faulty(s3.port, certificate=certificate) as sts:  # obstore contacts an STS only with TLS
         sts.set(key_life_s=LIFE_S)
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.endpoint)
         use(bucket, faults)

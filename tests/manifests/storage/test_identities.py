@@ -1,4 +1,4 @@
-"""Identities of machines at Google and Azure, by a server on this machine that gives tokens and takes only these."""
+"""Tests of machine identities at Google and Azure, with a local server that issues tokens and accepts only these."""
 
 import json
 import time
@@ -18,10 +18,10 @@ LIFE_S = 1
 
 @dataclass
 class Identities:
-    """A server of tokens, and of one object.
+    """Server of tokens, and of one object.
 
     Attributes:
-        num_tokens: Number of tokens that it has given.
+        num_tokens: Number of tokens that it has issued.
         used: Headers of the requests for the object.
     """
 
@@ -30,7 +30,7 @@ class Identities:
     used: list[str | None] = field(default_factory=list)
 
     def answer(self, path: str, authorization: str | None) -> bytes:
-        """Return the body of the answer to a request."""
+        """Return the body of the response to a request."""
         if "token" not in path:
             self.used.append(authorization)
             return b"content"
@@ -42,7 +42,7 @@ class Identities:
 
 @pytest.fixture
 def identities() -> Iterator[Identities]:
-    """A running server."""
+    """Run a server within the test."""
     known = Identities()
 
     class Handler(BaseHTTPRequestHandler):

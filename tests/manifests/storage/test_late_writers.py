@@ -1,4 +1,4 @@
-"""A bucket has one writer: whoever has lost a lock changes nothing, whatever the network does meanwhile."""
+"""Tests that a bucket has one writer: a process that lost a lock changes nothing, whatever the network does."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +25,7 @@ RECORD = "dataset.json"
 
 @pytest.fixture
 def objects(bucket: str) -> Objects:
-    """The data folder without faults."""
+    """Return the data folder in the bucket, accessed without faults."""
     objects = open_objects(f"{bucket}/data")
     objects.write(RECORD, b"old")
     return objects
@@ -33,7 +33,7 @@ def objects(bucket: str) -> Objects:
 
 @pytest.fixture
 def machine(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkingCopy]:
-    """The working copy of a machine, which has listed the bucket."""
+    """Return a function that creates the working copy of a machine, which has listed the bucket."""
     monkeypatch.setattr(mirrors, "_mounted", {})
 
     def attach(name: str, *, endpoint: str) -> WorkingCopy:
@@ -48,7 +48,7 @@ def machine(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases that expire in seconds, and requests that have ended before."""
+    """Let leases expire in seconds, and requests time out earlier."""
     scaled = {"EXPIRY_S": 3.0, "RENEWAL_S": 0.5, "WRITE_LIMIT_S": 1.0, "_MARGIN_S": 1.0}
     for name, seconds in scaled.items():
         monkeypatch.setattr(f"clipmill.manifests.storage.leases.{name}", seconds)
@@ -59,7 +59,7 @@ def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def in_thread(work: Callable[[], object]) -> Iterator[Future[object]]:
-    """Work that another machine does at the same time."""
+    """Run work in a thread, as a machine that works at the same time."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(work)
 
@@ -94,7 +94,7 @@ def test_a_writer_that_is_cut_off_in_the_middle_of_a_request_changes_nothing_of_
             return True
 
         wait_until(takes_over)
-        faults.set()  # the network is back
+        faults.set()  # the network works again
         with pytest.raises(LeaseLost):
             late.result()
     assert objects.read(RECORD) == b"of the successor"
@@ -145,7 +145,8 @@ def test_a_server_that_names_another_etag_after_a_write_is_no_other_writer(
     with copy.column_lock(".lock"):
         for content in (b"1", b"2", b"3"):
             publish_bytes(copy.folder / RECORD, content)
-        monkeypatch.setattr("clipmill.manifests.storage.leases._MARGIN_S", 60.0)  # renewed before each request
+        # Renew the lease before each request.
+        monkeypatch.setattr("clipmill.manifests.storage.leases._MARGIN_S", 60.0)
         publish_bytes(copy.folder / RECORD, b"4")
     assert faults.seen().num_faults >= 6
     assert objects.read(RECORD) == b"4"
@@ -186,7 +187,7 @@ def test_a_server_without_conditional_writes_is_refused(bucket: str, faults: Fau
 
 def test_each_attempt_asks_its_guard(bucket: str, faults: Faults, few_retries: None) -> None:
     objects, asked = open_objects(bucket), []
-    faults.set(Fault("error", times=7))  # three for each attempt, of which obstore repeats two
+    faults.set(Fault("error", times=7))  # three for each attempt, of which obstore retries two
     objects.write("k", b"1", guard=lambda: asked.append(1))
     assert len(asked) == 3
 

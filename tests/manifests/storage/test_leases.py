@@ -1,4 +1,4 @@
-"""Locks in a bucket: one holder at a time, whatever the clocks say and however the holder ends."""
+"""Tests of locks in a bucket: one holder at a time, whatever the clocks are and however the holder ends."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def objects(bucket: str) -> Objects:
 
 @pytest.fixture
 def lease(objects: Objects) -> Iterator[Lease]:
-    """A lease that this process holds."""
+    """Return a lease that this process holds."""
     lease = lease_of(objects)
     lease.acquire()
     yield lease
@@ -36,7 +36,7 @@ def lease_of(objects: Objects) -> Lease:
 
 
 def of_another_machine(objects: Objects, **changes: object) -> None:
-    """Make the holder a process of a machine of which nothing is known here."""
+    """Make the holder a process on an unknown machine."""
     record = {**json.loads(objects.read(KEY)), "machine": "other", "holder": "process 7 on node1"}
     objects.write(KEY, json.dumps({**record, **changes}).encode())
 
@@ -93,7 +93,7 @@ def test_the_lease_of_a_dead_process_elsewhere_expires(
     monkeypatch.setattr(leases, "EXPIRY_S", 0.0)
     again = lease_of(objects)
     again.acquire()
-    assert holder_of(objects, objects.info(KEY)) is None  # as long as it counts as expired
+    assert holder_of(objects, objects.info(KEY)) is None  # as long as the lease counts as expired
     monkeypatch.setattr(leases, "EXPIRY_S", 60.0)
     assert (holder_of(objects, objects.info(KEY)) or "").startswith("process ")
     again.release()
@@ -117,7 +117,8 @@ def test_a_holder_that_lost_its_lease_learns_it_before_it_publishes(
     lease.acquire()
     fence = Fence(objects, KEY, lease.token)
     fence.require()
-    of_another_machine(objects, token="another")  # which has taken it over while this process was stopped
+    # The other process has taken over the lease while this process was stopped.
+    of_another_machine(objects, token="another")
     now_s = leases.now_s
     lease.require()
     monkeypatch.setattr(leases, "now_s", lambda: now_s() + 55)
@@ -127,7 +128,7 @@ def test_a_holder_that_lost_its_lease_learns_it_before_it_publishes(
     with pytest.raises(LeaseLost):
         fence.require()
     lease.release()
-    assert objects.read(KEY) == b"{}"  # it is not its own to release
+    assert objects.read(KEY) == b"{}"  # a process must not release a lease that it no longer holds
 
 
 def test_a_lease_that_was_removed_is_lost(objects: Objects, lease: Lease) -> None:
@@ -163,7 +164,7 @@ def test_a_holder_that_was_cut_off_renews_its_lease(
     faults.set(Fault("error"))
     with pytest.raises(OSError, match="503"):
         lease.require()
-    faults.set(Fault("lost", method="PUT", times=1))  # the renewal takes effect, and its answer is lost
+    faults.set(Fault("lost", method="PUT", times=1))  # the renewal takes effect, but its response is lost
     lease.require()
     lease.release()
     assert is_released(objects.info(KEY))

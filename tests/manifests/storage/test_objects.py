@@ -1,4 +1,4 @@
-"""The client of object storage, against a real S3 server with faults."""
+"""Tests of the object storage client, against a real S3 server with faults."""
 
 import os
 import pickle
@@ -41,7 +41,7 @@ def test_objects_are_written_read_listed_and_deleted(bucket: str, tmp_path: Path
     objects = open_objects(f"{bucket}/data/")
     assert objects.url == f"{bucket}/data"
     etag = objects.write("a/b.bin", CONTENT)
-    (tmp_path / "file").write_bytes(CONTENT * 60)  # 12 MB: in several parts
+    (tmp_path / "file").write_bytes(CONTENT * 60)  # 12 MB, which are uploaded in several parts
     objects.write("a/ü #1%.bin", tmp_path / "file")
     open_objects(bucket).write("data2/c", b"outside")
     assert objects.read("a/b.bin") == CONTENT

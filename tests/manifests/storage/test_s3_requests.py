@@ -1,4 +1,4 @@
-"""Requests of S3 without obstore: signed as botocore signs them, and with every name that a bucket can have."""
+"""Tests of S3 requests without obstore: signed as botocore signs them, and with every name that a bucket can have."""
 
 import re
 import sys
@@ -70,7 +70,7 @@ def test_an_upload_of_a_killed_process_is_found_and_aborted(bucket: str, faults:
 
 
 def _require_signed(faults: Faults) -> None:
-    """Compare the signatures of the requests that were made without obstore with those of botocore."""
+    """Compare the signatures of requests without obstore with botocore's signatures."""
     signed = [(method, path) for method, path in faults.seen().requests if "X-Amz-Signature=" in path]
     assert signed
     for method, path in signed:

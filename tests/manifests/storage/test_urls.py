@@ -1,4 +1,4 @@
-"""URLs of objects: their parts, and what of them is shown."""
+"""Tests of URLs of objects: their parts, and the parts that are shown."""
 
 import pytest
 

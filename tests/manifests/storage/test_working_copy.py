@@ -1,4 +1,4 @@
-"""Folders that mirror a bucket: the bucket is the truth, and what is local can be lost at any time."""
+"""Tests of folders that mirror a bucket: the bucket is authoritative, and local files can be lost at any time."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def address(bucket: str) -> str:
 
 @pytest.fixture
 def objects(address: str) -> Objects:
-    """The objects of the data folder, as another machine writes them."""
+    """Return the objects of the data folder, as a different machine writes them."""
     objects = open_objects(address)
     objects.write("dataset.json", b"{}")
     objects.write("video/v-1/000001-0.tar", TAR)
@@ -45,7 +45,7 @@ def objects(address: str) -> Objects:
 
 
 def copy_of(address: str) -> tuple[Path, WorkingCopy]:
-    """A working copy in its present state."""
+    """Return a working copy in its current state."""
     folder = open_data(address)
     copy = mirror_of(folder)
     assert isinstance(copy, WorkingCopy)
@@ -71,7 +71,7 @@ def test_records_are_fetched_and_other_files_stand_for_themselves(address: str, 
 
 def test_only_what_changed_is_fetched_again(address: str, objects: Objects, faults: Faults) -> None:
     folder, _ = copy_of(address)
-    objects.write("dataset.json", b"[]")  # as long as before, in the same second
+    objects.write("dataset.json", b"[]")  # the same size as before, in the same second
     objects.delete("video/v-1/commits/000001.json")
     objects.write("video/v-1/000001-0.index.arrow", b"INDEX")
     (folder / "probes.parquet").write_text("left by a killed command")
@@ -100,7 +100,7 @@ def test_files_are_written_to_the_bucket_before_they_appear(address: str, object
     with publish_atomically(folder / "video/v-1/000002-0.tar") as temporary:
         temporary.write_bytes(TAR)
     publish_bytes(folder / "dataset.json", b"new")
-    assert (folder / "video/v-1/000002-0.tar").stat().st_blocks == 0  # not kept
+    assert (folder / "video/v-1/000002-0.tar").stat().st_blocks == 0  # no local copy is kept
     assert objects.read("video/v-1/000002-0.tar") == TAR and objects.read("dataset.json") == b"new"
     rename(folder / "dataset.json", folder / "old.json")
     remove(folder / "video/v-1/000001-0.tar")
@@ -108,7 +108,7 @@ def test_files_are_written_to_the_bucket_before_they_appear(address: str, object
     assert "old.json" in keys and not keys & {"dataset.json", "video/v-1/000001-0.tar"}
     faults.set()
     copy_of(address)
-    assert faults.seen().methods() == {"GET": 1}  # nothing of its own is fetched
+    assert faults.seen().methods() == {"GET": 1}  # the machine does not download its own files
 
 
 def test_a_folder_appears_in_the_bucket_under_its_final_name(address: str, objects: Objects) -> None:
@@ -151,7 +151,7 @@ def test_a_key_that_is_listed_and_gone_is_an_error_that_names_it(
     address: str, objects: Objects, faults: Faults
 ) -> None:
     faults.set(vanished_key("commits", times=1))
-    folder, _ = copy_of(address)  # it was removed while the bucket was being read
+    folder, _ = copy_of(address)  # it was deleted while the bucket was read
     shutil.rmtree(folder / "video")
     faults.set(vanished_key("commits"))
     with pytest.raises(FileNotFoundError) as missing:
