@@ -132,7 +132,7 @@ GIVEN_NAMES = frozenset({"closed", "readable", "seekable", "writable"})
 VAGUE_VARIABLES = frozenset({"one", "found", "wanted", "own", "there", "said"})
 PACKAGES = ("manifests", "shards", "train", "prep")
 # Functions and fixtures of the tests that are still named by a participle or an adjective; it only goes down.
-MAX_PARTICIPLES_IN_TESTS = 25
+MAX_PARTICIPLES_IN_TESTS = 10
 # Limits that only go down: files, functions, classes, and lines of imports in percent of all lines.
 IDEAS = {
     "manifests": (51, 786, 109, 5.7),

@@ -32,7 +32,7 @@ def reference(case: Case) -> str:
 
 def run_undisturbed(case: Case) -> str:
     """Train with one process per node, undisturbed."""
-    end_well(*case.both())
+    end_well(*case.launch_both())
     return case.require_same()
 
 

@@ -82,7 +82,7 @@ def in_bucket(case: Case, *, node: int) -> Iterator[BucketCase]:
 def bucket_undisturbed(case: Case) -> str:
     """Train with one process per node, and the run in a bucket."""
     with in_bucket(case, node=0) as of_bucket:
-        end_well(*of_bucket.both())
+        end_well(*of_bucket.launch_both())
         of_bucket.fetch()
     return case.require_same()
 
@@ -90,11 +90,11 @@ def bucket_undisturbed(case: Case) -> str:
 def bucket_node_replaced(case: Case) -> str:
     """Kill node 1, and replace it with an empty node."""
     with in_bucket(case, node=0) as of_bucket:
-        first, second = of_bucket.both()
+        first, second = of_bucket.launch_both()
         of_bucket.wait_for_steps(_AT_STEP)
         kill_node(1)
         second.end()
-        noticed_s = of_bucket.wait_for_said(0, "failed: ")
+        noticed_s = of_bucket.wait_for_output(0, "failed: ")
         (case.folder / "scratch1").rename(case.folder / "scratch-of-the-lost-node")
         second = of_bucket.launch(1)
         restarted_s = of_bucket.wait_for_restart()
@@ -108,11 +108,11 @@ def bucket_node_replaced(case: Case) -> str:
 def bucket_lock_moves(case: Case) -> str:
     """With --nnodes 1:2, cut the power of rank 0's node, which holds the run's lock; the other node continues alone."""
     with in_bucket(case, node=1) as of_bucket:
-        first, second = of_bucket.both(nodes="1:2", host=1)
+        first, second = of_bucket.launch_both(nodes="1:2", host=1)
         of_bucket.wait_for_steps(_AT_STEP)
-        assert "attention: " in first.said, "rank 0 must be on node 0"
+        assert "attention: " in first.output, "rank 0 must be on node 0"
         lose_node(0)
-        noticed_s = of_bucket.wait_for_said(1, "failed: ")
+        noticed_s = of_bucket.wait_for_output(1, "failed: ")
         restarted_s = noticed_s + of_bucket.wait_for_restart(1, restarts=0)
         end_well(second)
         of_bucket.fetch()

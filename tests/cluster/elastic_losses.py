@@ -12,7 +12,7 @@ _AT_STEP = 100
 
 def rank_killed(case: Case) -> str:
     """Kill a rank of node 1; both launches restart their ranks."""
-    launches = case.both()
+    launches = case.launch_both()
     case.wait_for_steps(_AT_STEP)
     os.kill(ranks_of(1)[0], signal.SIGKILL)
     restarted_s = case.wait_for_restart()
@@ -22,11 +22,11 @@ def rank_killed(case: Case) -> str:
 
 def node_replaced(case: Case) -> str:
     """Kill node 1 with its torchrun, and start it again 5 s later."""
-    first, second = case.both()
+    first, second = case.launch_both()
     case.wait_for_steps(_AT_STEP)
     kill_node(1)
     second.end()
-    noticed_s = case.wait_for_said(0, "failed: ")
+    noticed_s = case.wait_for_output(0, "failed: ")
     time.sleep(5)
     second = case.launch(1)
     restarted_s = case.wait_for_restart()
@@ -38,7 +38,7 @@ def node_replaced(case: Case) -> str:
 
 def fewer_nodes(case: Case) -> str:
     """With --nnodes 1:2, kill node 1; node 0 continues alone."""
-    first, second = case.both(nodes="1:2")
+    first, second = case.launch_both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     kill_node(1)
     second.end()
@@ -49,7 +49,7 @@ def fewer_nodes(case: Case) -> str:
 
 def node_comes_back(case: Case) -> str:
     """With --nnodes 1:2, let node 0 continue alone until node 1 returns."""
-    first, second = case.both(nodes="1:2")
+    first, second = case.launch_both(nodes="1:2")
     case.wait_for_steps(60)
     kill_node(1)
     second.end()
@@ -57,17 +57,17 @@ def node_comes_back(case: Case) -> str:
     case.wait_for_steps(120)
     second = case.launch(1, nodes="1:2")
     end_well(first, second)
-    assert first.said.count("attention: ") == 3, "node 1 did not rejoin"
-    assert "stopped: step" in first.said, "the run was not saved when node 1 returned"
+    assert first.output.count("attention: ") == 3, "node 1 did not rejoin"
+    assert "stopped: step" in first.output, "the run was not saved when node 1 returned"
     return case.require_same_losses()
 
 
 def power_cut(case: Case) -> str:
     """With --nnodes 1:2, remove node 1 so that its connections stay open on the other side."""
-    first, _ = case.both(nodes="1:2")
+    first, _ = case.launch_both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     lose_node(1)
-    noticed_s = case.wait_for_said(0, "failed: ")
+    noticed_s = case.wait_for_output(0, "failed: ")
     restarted_s = noticed_s + case.wait_for_restart()
     end_well(first)
     return f"{case.require_same_losses()}; noticed after {noticed_s:.0f} s, restarted after {restarted_s:.0f} s"
@@ -75,13 +75,13 @@ def power_cut(case: Case) -> str:
 
 def link_lost(case: Case) -> str:
     """With --nnodes 1:2, cut the link between running nodes: only one of them may continue to train."""
-    first, second = case.both(nodes="1:2")
+    first, second = case.launch_both(nodes="1:2")
     case.wait_for_steps(_AT_STEP)
     set_link(1, "down")
-    noticed_s = case.wait_for_said(0, "failed: ")
-    other_s = noticed_s + case.wait_for_said(1, "failed: ")
+    noticed_s = case.wait_for_output(0, "failed: ")
+    other_s = noticed_s + case.wait_for_output(1, "failed: ")
     end_well(first)
-    assert second.said.count("attention: ") == 0 and "done: " not in second.said
+    assert second.output.count("attention: ") == 0 and "done: " not in second.output
     return f"{case.require_same_losses()}; noticed after {noticed_s:.0f} s and, without the store, {other_s:.0f} s"
 
 
@@ -90,11 +90,11 @@ def link_lost_to_rank_0(case: Case) -> str:
 
     Rank 0, which holds the run's folder, is on the isolated node.
     """
-    first, second = case.both(nodes="1:2", host=1)
+    first, second = case.launch_both(nodes="1:2", host=1)
     case.wait_for_steps(_AT_STEP)
-    assert "attention: " in first.said, "rank 0 must be on node 0"
+    assert "attention: " in first.output, "rank 0 must be on node 0"
     set_link(0, "down")
-    case.wait_for_said(1, "failed: ")
+    case.wait_for_output(1, "failed: ")
     restarted_s = case.wait_for_restart(1, restarts=0)
     end_well(second)
     return f"{case.require_same_losses()}; restarted {restarted_s:.0f} s after it was noticed"
@@ -102,40 +102,40 @@ def link_lost_to_rank_0(case: Case) -> str:
 
 def link_blinks(case: Case) -> str:
     """Take the link down for 15 s; the run continues as if nothing had happened."""
-    launches = case.both()
+    launches = case.launch_both()
     case.wait_for_steps(_AT_STEP)
     set_link(1, "down")
     time.sleep(15)
     set_link(1, "up")
     end_well(*launches)
-    assert launches[0].said.count("attention: ") == 1, "the run was restarted"
+    assert launches[0].output.count("attention: ") == 1, "the run was restarted"
     return case.require_same()
 
 
 def first_node_lost(case: Case) -> str:
     """Kill node 0, which hosts the rendezvous: node 1 exits too, and the same command continues the run later."""
-    first, second = case.both()
+    first, second = case.launch_both()
     case.wait_for_steps(_AT_STEP)
     kill_node(0)
     first.end()
-    noticed_s = case.wait_for_said(1, "failed: ")
+    noticed_s = case.wait_for_output(1, "failed: ")
     began_s = time.monotonic()
     status = second.end(within_s=600)
     ended_s = time.monotonic() - began_s + noticed_s
     assert status != 0
-    end_well(*case.both())
+    end_well(*case.launch_both())
     return f"{case.require_same()}; node 1 noticed after {noticed_s:.0f} s, its torchrun ended after {ended_s:.0f} s"
 
 
 def stages(case: Case) -> str:
     """Train a captioner in pipeline stages on both nodes, undisturbed; the reference of the following cases."""
-    end_well(*case.both("--parallel.stages", "2", command=CAPTION))
+    end_well(*case.launch_both("--parallel.stages", "2", command=CAPTION))
     return "a stage on each node"
 
 
 def stage_killed(case: Case) -> str:
     """Kill the second stage, which is on node 1."""
-    launches = case.both("--parallel.stages", "2", command=CAPTION)
+    launches = case.launch_both("--parallel.stages", "2", command=CAPTION)
     case.wait_for_steps(30)
     os.kill(ranks_of(1)[0], signal.SIGKILL)
     restarted_s = case.wait_for_restart()
@@ -148,7 +148,7 @@ def stages_and_replicas(case: Case) -> str:
     words = ("--parallel.stages", "2", "--parallel.strategy", "zero1")
     at = CAPTION.index("--microbatch") + 1
     command = (*CAPTION[:at], "1", *CAPTION[at + 1 :])  # half of the batch per replica
-    first, second = case.both(*words, command=command, processes=2)
+    first, second = case.launch_both(*words, command=command, processes=2)
     case.wait_for_steps(30)
     kill_node(1)
     second.end()
@@ -159,7 +159,7 @@ def stages_and_replicas(case: Case) -> str:
 
 def fsdp_rank_killed(case: Case) -> str:
     """Kill a rank while weights and optimizer state are sharded over both nodes."""
-    launches = case.both("--parallel.strategy", "fsdp")
+    launches = case.launch_both("--parallel.strategy", "fsdp")
     case.wait_for_steps(_AT_STEP)
     os.kill(ranks_of(1)[0], signal.SIGKILL)
     case.wait_for_restart()

@@ -31,7 +31,7 @@ def marks_of_nodes(case: Case) -> str:
     of_launch = readers()
     kill_node(1)
     launches[1].end()
-    case.wait_for_said(0, "failed: ")
+    case.wait_for_output(0, "failed: ")
     prep_here("gc", "--data", data)
     assert variants(data) == both, "the variant of a running training was removed"
     of_loss = readers()

@@ -35,7 +35,7 @@ class Launch:
     log: Path
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def end(self, *, within_s: float = 600) -> int:
@@ -44,7 +44,9 @@ class Launch:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             kill_node(self.node)
-            raise AssertionError(f"node {self.node} did not end within {within_s:g} s:\n{self.said[-4000:]}") from None
+            raise AssertionError(
+                f"node {self.node} did not end within {within_s:g} s:\n{self.output[-4000:]}"
+            ) from None
 
 
 def name_of(node: int) -> str:

@@ -44,20 +44,20 @@ class Case:
         words = (*command, "--shards", data, "--out", self.out, *added)
         return launch(node, words, log=self.folder / f"node{node}.log", **how)
 
-    def both(self, *added: object, **how: Any) -> tuple[Launch, Launch]:
+    def launch_both(self, *added: object, **how: Any) -> tuple[Launch, Launch]:
         return self.launch(0, *added, **how), self.launch(1, *added, **how)
 
     def wait_for_steps(self, count: int) -> None:
         wait_until(lambda: len(read_lines(self.run.metrics)) >= count, what=f"{count} steps of {self.out}")
 
-    def wait_for_said(self, node: int, text: str, *, times: int = 1) -> float:
+    def wait_for_output(self, node: int, text: str, *, times: int = 1) -> float:
         """Wait for a text in the log of a node; return the seconds that it took."""
         log = self.folder / f"node{node}.log"
         return wait_until(lambda: log.read_text().count(text) >= times, what=f"{times} x {text!r} in {log}")
 
     def wait_for_restart(self, node: int = 0, *, restarts: int = 1) -> float:
         """Wait until rank 0, on this node, has restarted; return the seconds that it took."""
-        return self.wait_for_said(node, "attention: ", times=restarts + 1)
+        return self.wait_for_output(node, "attention: ", times=restarts + 1)
 
     def require_same(self, reference: str = "reference") -> str:
         """Check that weights and steps are bit-identical to the reference."""
@@ -95,4 +95,4 @@ class Case:
 def end_well(*launches: Launch) -> None:
     for process in launches:
         status = process.end()
-        assert status == 0, f"node {process.node} ended with {status}:\n{process.said[-4000:]}"
+        assert status == 0, f"node {process.node} ended with {status}:\n{process.output[-4000:]}"

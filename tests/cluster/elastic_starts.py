@@ -31,8 +31,8 @@ def folder_not_shared(case: Case) -> str:
     case.out.mkdir()
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(node_folder, case.out))
     assert [launch.end() for launch in launches] == [1, 1]  # torchrun's own exit status
-    assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].said
-    assert "is not shared by all nodes" in launches[1].said
+    assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].output
+    assert "is not shared by all nodes" in launches[1].output
     assert not list(case.out.iterdir()) and not list(node_folder.iterdir()), "files are left"
     return "refused"
 
@@ -43,7 +43,7 @@ def folder_read_only(case: Case) -> str:
     bind = f"{_bind(case.out, case.out)} && mount -o remount,ro,bind {case.out}"
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=bind)
     assert [launch.end() for launch in launches] == [1, 1]
-    assert f"rank 1 on node1 cannot write into --out {case.out}: Read-only file system" in launches[0].said
+    assert f"rank 1 on node1 cannot write into --out {case.out}: Read-only file system" in launches[0].output
     return "refused"
 
 
@@ -59,7 +59,7 @@ def lagging_folder(case: Case) -> str:
     os.kill(ranks_of(1)[0], signal.SIGKILL)
     restarted_s = case.wait_for_restart()
     end_well(first, second)
-    assert first.said.count("attention: ") == 2, "the run was restarted more than once"
+    assert first.output.count("attention: ") == 2, "the run was restarted more than once"
     return f"{case.require_same()}; restarted after {restarted_s:.0f} s"
 
 
@@ -75,7 +75,7 @@ def flag_of_one_node(case: Case) -> str:
     launches = case.launch(0, max_restarts=0), case.launch(1, "--seed", 7, max_restarts=0)
     assert [launch.end() for launch in launches] == [1, 1]
     expected = "the ranks were not started alike: --seed is 0 on rank 0 and 7 on rank 1"
-    assert all(expected in launch.said for launch in launches)
+    assert all(expected in launch.output for launch in launches)
     return "refused by both"
 
 
@@ -83,7 +83,7 @@ def mistake_of_one_node(case: Case) -> str:
     """Let node 1 exit before it meets the other node, which reports the node that it waits for."""
     launches = case.launch(0, max_restarts=0), case.launch(1, "--nonsense", max_restarts=0)
     assert launches[1].end() == 1
-    waited_s = case.wait_for_said(0, "rank 0 of 2 is waiting for the other ranks to start")
+    waited_s = case.wait_for_output(0, "rank 0 of 2 is waiting for the other ranks to start")
     launches[0].process.terminate()
     return f"rank 0 said that it waits after {waited_s:.0f} s"
 
@@ -113,7 +113,9 @@ def _other_version(case: Case, name: str, version: str) -> str:
     )
     assert [launch.end() for launch in launches] == [1, 1]
     for launch in launches:
-        assert f"the ranks were not started alike: {name} is " in launch.said and f"{version} on rank 1" in launch.said
+        assert (
+            f"the ranks were not started alike: {name} is " in launch.output and f"{version} on rank 1" in launch.output
+        )
     assert not case.out.exists()
     return "refused by both"
 

@@ -229,7 +229,7 @@ class Proxy:
                 else:
                     if upstream is None:
                         upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
-                    answer, upstream = await self.forwarded(request, method, upstream)
+                    answer, upstream = await self.forward(request, method, upstream)
                     if b"Action=AssumeRole" in request.body:
                         answer = self._with_key(answer)
                 self.num_bytes += len(request.body)
@@ -280,14 +280,14 @@ class Proxy:
             wait.cancel()
         if fault.kind == "late":
             upstream = await asyncio.open_connection("127.0.0.1", self.upstream_port)
-            answer, left = await self.forwarded(request, method, upstream)
+            answer, left = await self.forward(request, method, upstream)
             if left is not None:
                 left[1].close()
             writer.write(answer.head + answer.body)
             await writer.drain()
         writer.transport.abort()
 
-    async def forwarded(
+    async def forward(
         self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> tuple[Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
         """Return the server's response to a request, and its connection if that stays open."""

@@ -85,7 +85,7 @@ class _Front(Proxy):
     generations: dict[str, int] = field(default_factory=dict)  # of each object, by its path
     locks: dict[str, asyncio.Lock] = field(default_factory=dict)
 
-    async def forwarded(
+    async def forward(
         self, request: Message, method: str, upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> tuple[Message, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
         """Serve one request as Google does, with the help of the S3 server."""
@@ -98,7 +98,7 @@ class _Front(Proxy):
                 return error_answer(412, "PreconditionFailed", method), upstream
             if method == "DELETE" and "uploadId=" not in request.first_line()[1] and not known:
                 return error_answer(404, "NoSuchKey"), upstream
-            answer, left = await super().forwarded(_as_s3(request), method, upstream)
+            answer, left = await super().forward(_as_s3(request), method, upstream)
             if answer.first_line()[1] not in ("200", "204", "206"):
                 return answer, left
             if method == "DELETE":

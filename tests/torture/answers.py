@@ -197,7 +197,7 @@ def _try(workspace: Workspace, mixture: str, folder: Path, *, seed: str) -> None
         captions = _captions(folder)
         num_chunks = Variant.open(folder / "data").num_samples
         if ran.status or len(captions) != num_chunks or len(server.log) < num_chunks:
-            raise Broken(f"{len(captions)} of {num_chunks} captions in the end: {ran.described()}")
+            raise Broken(f"{len(captions)} of {num_chunks} captions in the end: {ran.describe()}")
         ended_well(_prep(workspace, folder, environment, "verify", "--deep"), status=0)
     no_litter(folder / "data")
 
@@ -228,14 +228,14 @@ def _captions(folder: Path) -> dict[str, str]:
 def _require_as_sent(folder: Path, script: _Script, ran: Ran) -> None:
     """Check that captions are valid answers, stored exactly as sent, and that no answered chunk was requested again."""
     if script.again:
-        raise Broken(f"{len(script.again)} questions were asked although there was an answer: {ran.described()}")
+        raise Broken(f"{len(script.again)} questions were asked although there was an answer: {ran.describe()}")
     sent = {text for texts in script.texts.values() for text in texts}
     stored = {answer.text for journals in folder.glob("data/captions/*/answers") for answer in answers_in(journals)}
     if missing := sorted(sent - stored):
-        raise Broken(f"an answer was not stored as sent: {missing[0]!r}: {ran.described()}")
+        raise Broken(f"an answer was not stored as sent: {missing[0]!r}: {ran.describe()}")
     lines = {" ".join(text.split()) for text in {*sent, *script.doubtful}}
     captions = _captions(folder)
     if wrong := [text for text in captions.values() if text not in lines]:
-        raise Broken(f"not the text of an answer that counts: {wrong[0]!r}: {ran.described()}")
+        raise Broken(f"not the text of an answer that counts: {wrong[0]!r}: {ran.describe()}")
     if ran.status == 0 and len(captions) < len(script.texts):
-        raise Broken(f"{len(script.texts)} chunks have an answer, {len(captions)} a caption: {ran.described()}")
+        raise Broken(f"{len(script.texts)} chunks have an answer, {len(captions)} a caption: {ran.describe()}")

@@ -176,7 +176,7 @@ def _try(workspace: Workspace, point: str, fault: str, folder: Path) -> None:
             if fault in ("kill", "frozen", "late"):
                 while not trial.proxy.seen().num_faults:
                     if writer.done():
-                        raise Broken(f"it did not come to this point: {writer.result().described()}")
+                        raise Broken(f"it did not come to this point: {writer.result().describe()}")
                     time.sleep(0.02)
                 session = trial.session()
                 signal_session(signal.SIGKILL if fault == "kill" else signal.SIGSTOP, session)
@@ -184,7 +184,7 @@ def _try(workspace: Workspace, point: str, fault: str, folder: Path) -> None:
                     trial.require_whole()
                     trial.finish()
             elif writer.result() and not trial.proxy.seen().num_faults:
-                raise Broken(f"it did not come to this point: {writer.result().described()}")
+                raise Broken(f"it did not come to this point: {writer.result().describe()}")
         finally:
             left = trial.contents()
             trial.proxy.set()
@@ -193,7 +193,7 @@ def _try(workspace: Workspace, point: str, fault: str, folder: Path) -> None:
         allowed = {"kill": {-signal.SIGKILL}, "lost": {0}, "away": {0}, "refuse": {0, 1, 2, 3}, "refuse-all": {1, 2, 3}}
         ended_well(writer.result(), status=allowed.get(fault, {1}))
         if fault == "frozen" and trial.contents() != left:
-            raise Broken(f"it has changed what its successor left\n{writer.result().described()}")
+            raise Broken(f"it has changed what its successor left\n{writer.result().describe()}")
         if fault != "late":
             trial.require_whole()
         if fault != "frozen":

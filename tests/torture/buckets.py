@@ -199,7 +199,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
         try:
             while not trial.proxy.seen().num_faults:
                 if writer.done():
-                    raise Broken(f"it did not come to this point: {writer.result().described()}")
+                    raise Broken(f"it did not come to this point: {writer.result().describe()}")
                 time.sleep(0.02)
             if fault != "cut-off":
                 session = trial.session()
@@ -214,7 +214,7 @@ def _try(subject: Subject, workspace: Workspace, point: Point, fault: str, folde
         try:
             same_contents(trial.contents(), left)
         except Broken as broken:
-            raise Broken(f"the late writer has changed what its successor left: {broken}\n{ran.described()}") from None
+            raise Broken(f"the late writer has changed what its successor left: {broken}\n{ran.describe()}") from None
 
 
 def _run_successor(trial: _Trial, subject: Subject) -> dict[str, str]:

@@ -23,9 +23,9 @@ def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:
     """
     allowed = {status} if isinstance(status, int) else status
     if "Traceback (most recent call last)" in ran.output:
-        raise Broken(f"a traceback: {ran.described()}")
+        raise Broken(f"a traceback: {ran.describe()}")
     if ran.status not in allowed:
-        raise Broken(f"exit status {ran.status}, not {', '.join(map(str, sorted(allowed)))}: {ran.described()}")
+        raise Broken(f"exit status {ran.status}, not {', '.join(map(str, sorted(allowed)))}: {ran.describe()}")
     return ran
 
 

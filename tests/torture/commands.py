@@ -37,7 +37,7 @@ class Ran:
     def output(self) -> str:
         return self.stdout + self.stderr
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Describe the command, its exit and its last output lines, for the message of a `Broken`."""
         tail = "\n".join(self.output.strip().splitlines()[-25:])
         return f"`{self.command}` ended with {self.status}:\n{tail}"
@@ -89,7 +89,7 @@ class Commands:
                 path.unlink()
             ran = Ran(" ".join([program, *words]), -signal.SIGKILL if status is None else status, *texts)
             if status is None:
-                raise Broken(f"did not end within {_LIMIT_S:.0f} s\n{ran.described()}")
+                raise Broken(f"did not end within {_LIMIT_S:.0f} s\n{ran.describe()}")
             _wait_for_all(session, mark, ran)
         return ran
 
@@ -150,7 +150,7 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
         elif time.monotonic() > deadline_s:
             for pid in left:
                 _kill(pid)
-            raise Broken(f"processes outlive it: {sorted(left.values())}\n{ran.described()}")
+            raise Broken(f"processes outlive it: {sorted(left.values())}\n{ran.describe()}")
         time.sleep(0.02)
 
 

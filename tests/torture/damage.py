@@ -171,7 +171,7 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
     elif kind.is_cache and decay.fault == "lose":
         pass
     elif _meaning(folder / "data", columns) != _meaning(whole / "data", columns):
-        raise Broken(f"not found, though other values are read: {verified.described()}")
+        raise Broken(f"not found, though other values are read: {verified.describe()}")
     if "manifest" in decay.where or "manifest" in str(decay.path):
         _repair_manifest(workspace, folder, kind.made)
     for command in columns.values():
@@ -194,7 +194,7 @@ def _repair_manifest(workspace: Workspace, folder: Path, made: Made) -> None:
     first = _prep(workspace, folder, *made.manifests[0](workspace))
     if len(made.manifests) > 1 and first.status == 2:
         if "caption IDs would change" not in first.output:
-            raise Broken(f"refused, but not for the IDs of captions: {first.described()}")
+            raise Broken(f"refused, but not for the IDs of captions: {first.describe()}")
         shutil.rmtree(folder / "data" / "manifest")
     for arguments in made.manifests:
         ended_well(_prep(workspace, folder, *arguments(workspace)), status=0)
@@ -205,9 +205,9 @@ def _names(ran: Ran, decay: Decay) -> None:
     paths = [decay.path, *([Path(decay.where)] if decay.fault == "exchange" else [])]
     names = {path.name for path in paths} | {path.name.split("-")[0].split(".")[0] for path in paths}
     if not any(name in ran.output for name in names):
-        raise Broken(f"found, but not named: {ran.described()}")
+        raise Broken(f"found, but not named: {ran.describe()}")
     if "prep " not in ran.output:
-        raise Broken(f"found, but no command is named that repairs it: {ran.described()}")
+        raise Broken(f"found, but no command is named that repairs it: {ran.describe()}")
 
 
 def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
@@ -216,9 +216,9 @@ def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
     ran = _train(workspace, folder, what)
     if ran.status == 0 and not (folder / "run" / "failures.jsonl").read_bytes():
         if _run_contents(folder) != _run_contents(sound):
-            raise Broken(f"trained on damage: {ran.described()}")
+            raise Broken(f"trained on damage: {ran.describe()}")
     elif not ran.output.strip():
-        raise Broken(f"no word of what is wrong: {ran.described()}")
+        raise Broken(f"no word of what is wrong: {ran.describe()}")
     shutil.rmtree(folder / "run", ignore_errors=True)
 
 
@@ -296,4 +296,4 @@ def _in_checkpoint(workspace: Workspace, decay: Decay, folder: Path) -> None:
     if ran.status == 0:
         same_contents(_run_contents(folder), expected)
     elif "checkpoint" not in ran.output and "step_" not in ran.output:
-        raise Broken(f"refused, but not for its checkpoint: {ran.described()}")
+        raise Broken(f"refused, but not for its checkpoint: {ran.describe()}")

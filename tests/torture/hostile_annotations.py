@@ -60,11 +60,11 @@ def _refused_or_read(workspace: Workspace, kind: str, name: str, folder: Path) -
     ran = workspace.commands.run("prep", ["manifest", *given, "--data", folder / "data"], scratch=folder / "tmp")
     ended_well(ran, status={0, 1, 2})
     if (folder / "ran").exists():
-        raise Broken(f"it was run: {ran.described()}")
+        raise Broken(f"it was run: {ran.describe()}")
     if ran.status == 2 and (not ran.stderr.startswith("error: ") or len(ran.stderr) > 2000):
-        raise Broken(f"refused without a message of two lines: {ran.described()}")
+        raise Broken(f"refused without a message of two lines: {ran.describe()}")
     if ran.status == 2 and str(path) not in ran.stderr and "no usable video" not in ran.stderr:
-        raise Broken(f"the file is not named: {ran.described()}")
+        raise Broken(f"the file is not named: {ran.describe()}")
     no_litter(folder / "data")
     nothing_in(folder / "tmp")
 

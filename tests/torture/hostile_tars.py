@@ -48,7 +48,7 @@ class HostileTar:
 class Outside:
     """Resources outside the tar."""
 
-    canary: Path  # video, with a text of the same name beside it
+    canary: Path  # video, with a text file of the same name next to it
     port: int
 
 

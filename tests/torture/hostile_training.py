@@ -82,17 +82,17 @@ def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
         listener.close()
     ended_well(ran, status=0)
     if listener.num_connections:
-        raise Broken(f"{listener.num_connections} connections were made: {ran.described()}")
+        raise Broken(f"{listener.num_connections} connections were made: {ran.describe()}")
     if {path for path in folder.rglob("*") if path.is_file()} != before:
-        raise Broken(f"files were made or removed: {ran.described()}")
+        raise Broken(f"files were made or removed: {ran.describe()}")
     result = json.loads(ran.stdout.splitlines()[-1])
     if "refused" in result:
-        raise Broken(f"refused as a whole: {ran.described()}")
+        raise Broken(f"refused as a whole: {ran.describe()}")
     if result["added_mb"] > _TAR_ADDED_MB:
-        raise Broken(f"it took {result['added_mb']} MB: {ran.described()}")
+        raise Broken(f"it took {result['added_mb']} MB: {ran.describe()}")
     problem = _wrong(hostile, result["shown"], result["failed"], str(tars / "0.tar"))
     if problem:
-        raise Broken(f"{problem}: {ran.described()}")
+        raise Broken(f"{problem}: {ran.describe()}")
 
 
 def _wrong(hostile: HostileTar, shown: dict[str, list[int]], failed: dict[str, str], tar: str) -> str:
@@ -129,10 +129,10 @@ def _config(workspace: Workspace, text: str | bytes, folder: Path) -> None:
     arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--config", path)
     ran = _run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments)
     if str(path) not in ended_well(ran, status=2).stderr:
-        raise Broken(f"the file is not named: {ran.described()}")
+        raise Broken(f"the file is not named: {ran.describe()}")
     _require_short(ran)
     if (folder / "run").exists():
-        raise Broken(f"a refused command left a folder: {ran.described()}")
+        raise Broken(f"a refused command left a folder: {ran.describe()}")
 
 
 def _weights(workspace: Workspace, damage: Damage, folder: Path) -> None:
@@ -143,10 +143,10 @@ def _weights(workspace: Workspace, damage: Damage, folder: Path) -> None:
     arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--init.weights", path)
     ran = ended_well(_run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=2)
     if sprung.exists():
-        raise Broken(f"what the file holds was run: {ran.described()}")
+        raise Broken(f"what the file holds was run: {ran.describe()}")
     _require_short(ran)
     if (folder / "run").exists():
-        raise Broken(f"a refused command left a folder: {ran.described()}")
+        raise Broken(f"a refused command left a folder: {ran.describe()}")
 
 
 def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
@@ -162,16 +162,16 @@ def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
     ):
         ran = ended_well(_run_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=EXIT_CODES)
         if sprung.exists():
-            raise Broken(f"what the file holds was run: {ran.described()}")
+            raise Broken(f"what the file holds was run: {ran.describe()}")
         if ran.status not in (1, 2):
-            raise Broken(f"a damaged checkpoint was used: {ran.described()}")
+            raise Broken(f"a damaged checkpoint was used: {ran.describe()}")
         _require_short(ran)
 
 
 def _require_short(ran: Ran) -> None:
     """Check that an error has only a few lines, and shows nothing from unrelated files."""
     if CANARY_TEXT in ran.output:
-        raise Broken(f"a file from outside is shown: {ran.described()}")
+        raise Broken(f"a file from outside is shown: {ran.describe()}")
     if len(ran.stderr) > 20_000:
         raise Broken(f"an error of {len(ran.stderr):,} characters: {ran.stderr[:500]}")
 

@@ -101,13 +101,13 @@ def _try(workspace: Workspace, kind: str, program: str, folder: Path, *, random:
             seen = proxy.seen()
             if len(seen.keys) < 2 or seen.num_expired:
                 counts = f"{len(seen.keys)} keys, and {seen.num_expired} requests with a key that had expired"
-                raise Broken(f"{counts}: {ran.described()}")
+                raise Broken(f"{counts}: {ran.describe()}")
         else:
             key = expiring_key(random.uniform(0.0, 6.0))
             keys = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
             ran = ended_well(trial.run(keys), status=_REFUSED)
             if ran.status and "ExpiredToken" not in ran.stderr:
-                raise Broken(f"the cause is not named: {ran.described()}")
+                raise Broken(f"the cause is not named: {ran.describe()}")
             ended_well(trial.run(None), status=0)
         if program == "prep":
             same_contents(trial.contents(), _undisturbed_digests(workspace))

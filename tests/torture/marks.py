@@ -130,7 +130,9 @@ class _Trial:
         self.log.append(f"reader {len(self.readers)} of {reader.variant}")
         if not reader.digest:
             process.kill()
-            raise self.broken(f"a reader of {names or 'the current variant'} ended: {process.communicate()[1][-2000:]}")
+            raise self.violation(
+                f"a reader of {names or 'the current variant'} ended: {process.communicate()[1][-2000:]}"
+            )
         self.readers.append(reader)
 
     def require_same(self) -> None:
@@ -138,7 +140,9 @@ class _Trial:
         for reader in self.readers:
             if not reader.is_stopped and reader.read() != reader.digest:
                 reader.process.kill()
-                raise self.broken(f"a reader of {reader.variant} reads other bytes: {reader.process.communicate()[1]}")
+                raise self.violation(
+                    f"a reader of {reader.variant} reads other bytes: {reader.process.communicate()[1]}"
+                )
 
     def collect(self) -> None:
         """Run `prep gc`, and check that it keeps exactly the current variant and the variants with readers."""
@@ -146,9 +150,9 @@ class _Trial:
         current, names = self.variants()
         expected = {current, *(reader.variant for reader in self.readers)}
         if names != expected:
-            raise self.broken(f"{names} are left, not {expected}: {ran.described()}")
+            raise self.violation(f"{names} are left, not {expected}: {ran.describe()}")
 
-    def broken(self, what: str) -> Broken:
+    def violation(self, what: str) -> Broken:
         return Broken(f"{what}\nafter: {', '.join(self.log)}")
 
     def __enter__(self) -> "_Trial":
@@ -208,7 +212,7 @@ def _try(workspace: Workspace, place: str, folder: Path, *, seed: str) -> None:
         trial.collect()
         text = trial.prep("gc").stdout
         if "nothing to remove" not in text:
-            raise trial.broken(f"a second gc removes something: {text}")
+            raise trial.violation(f"a second gc removes something: {text}")
 
 
 def _upload(data: Path) -> tuple[str, dict[str, str]]:

@@ -156,6 +156,4 @@ def _run(workspace: Workspace, cluster: Any, folder: Path, *, sources: str, spoi
     summary = json.loads(ran.stdout)
     places = {refused["place"].split()[1] for refused in summary["refused_workers"]}
     if summary["failures"] or not places <= {node.node_id[:8]}:
-        raise Broken(
-            f"failures {summary['failures']}, and {places} excluded, not {node.node_id[:8]}: {ran.described()}"
-        )
+        raise Broken(f"failures {summary['failures']}, and {places} excluded, not {node.node_id[:8]}: {ran.describe()}")

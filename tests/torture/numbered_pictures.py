@@ -1,6 +1,6 @@
 """Images that carry a number, which a reader recognizes at any size, but only upright and complete.
 
-A bright border surrounds each image, so that its edges can be found within black bars. Two rows of six blocks encode
+A bright frame surrounds each image, so that its edges can be found within black bars. Two rows of six blocks encode
 the number in binary, with three check bits. The lowest row has patches of pure colors.
 """
 

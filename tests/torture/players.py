@@ -48,14 +48,14 @@ def decode(path: Path, source: Source) -> Showing:
         start_s = Fraction(container.start_time or 0, av.time_base)
         videos = list(container.streams.video)
         stream = videos[1 if {"default-second", "still-first"} & source.options.keys() else 0]
-        width, height = source.upright(np.zeros((stream.height, stream.width, 1))).shape[1::-1]
+        width, height = source.crop_and_turn(np.zeros((stream.height, stream.width, 1))).shape[1::-1]
         aspect = stream.sample_aspect_ratio or Fraction(1)
         aspect = 1 / aspect if source.options.get("turn", 0) % 180 else aspect
         begins_s: list[Fraction] = []
         numbers: list[int] = []
         shift_s, last_s, step_s = -start_s, None, 1 / source.fps
         for frame in container.decode(stream):
-            number = read_number(source.upright(_rgb(frame))).number
+            number = read_number(source.crop_and_turn(_rgb(frame))).number
             unit = frame.time_base or Fraction(1)
             begin_s = begins_s[-1] - shift_s + step_s if frame.pts is None else frame.pts * unit
             if last_s is not None and begin_s <= last_s:  # the timestamps restart

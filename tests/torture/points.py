@@ -64,10 +64,12 @@ def trace_undisturbed(subject: Subject, workspace: Workspace) -> tuple[Mapping[s
     def make(folder: Path) -> None:
         subject.begin(workspace, folder)
         watched = subject.watched(workspace, folder)
-        ran, lines = watched.traced(workspace.commands)
+        ran, lines = watched.trace(workspace.commands)
         ended_well(ran, status=143 if subject.term else subject.status)
         if subject.term:
-            ended_well(subject.watched_again(workspace, folder).undisturbed(workspace.commands), status=subject.status)
+            ended_well(
+                subject.watched_again(workspace, folder).run_undisturbed(workspace.commands), status=subject.status
+            )
         no_litter(folder / "data", folder / "run")
         nothing_in(watched.scratch)
         (folder / "trace.txt").write_text("\n".join(lines))
@@ -86,9 +88,9 @@ def _try(
 ) -> None:
     subject.begin(workspace, folder)
     watched = subject.watched(workspace, folder)
-    ran, was_there = watched.disturbed(workspace.commands, point, fault)
+    ran, was_there = watched.disturb(workspace.commands, point, fault)
     if not was_there:
-        raise Broken(f"it did not come to this point: {ran.described()}")
+        raise Broken(f"it did not come to this point: {ran.describe()}")
     _check_end(ran, subject, point, fault, folder)
     whole_shards(folder / "data")
     if ran.status == subject.status:
@@ -101,7 +103,7 @@ def _try(
         )
         same_contents(digests, expected)
     if fault == "kill-each":
-        ended_well(subject.watched_last(workspace, folder).undisturbed(workspace.commands), status=subject.status)
+        ended_well(subject.watched_last(workspace, folder).run_undisturbed(workspace.commands), status=subject.status)
         undisturbed_folder = workspace.folder / "made" / f"undisturbed-{subject.name}"
         same_contents(samples(folder / "data"), samples(undisturbed_folder / "data"))
     else:
@@ -119,7 +121,7 @@ def _walk(
         (point,) = islice(draw(points, seed=str(random.random()), kinds=(lambda p: p.operation, _file_of)), 1)
         watched = (subject.watched_again if number else subject.watched)(workspace, folder)
         fault = random.choice([fault for fault in point.faults if fault != "kill-each"])
-        ran, was_there = watched.disturbed(workspace.commands, point, fault)
+        ran, was_there = watched.disturb(workspace.commands, point, fault)
         done.append(f"{point.name}/{fault}{'' if was_there else ' (no more)'}")
         ended_well(ran, status={-9, 0, 1, 2, 143})
     try:
@@ -131,7 +133,7 @@ def _walk(
 def _check_rerun(subject: Subject, workspace: Workspace, undisturbed: Mapping[str, str], folder: Path) -> None:
     """Check that the command, run again without faults, produces the expected result."""
     watched = subject.watched_last(workspace, folder)
-    ended_well(watched.undisturbed(workspace.commands), status=subject.status)
+    ended_well(watched.run_undisturbed(workspace.commands), status=subject.status)
     same_contents(subject.kept(folder), undisturbed)
     no_litter(folder / "data", folder / "run")
     nothing_in(watched.scratch)
@@ -155,7 +157,7 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
         is_said = point.operation != "fsync" or "was not written" in ran.output
         ended_well(ran, status={*statuses, 1, 2} if is_said else {1, 2})
         if ran.status not in statuses and str(folder) not in ran.output:
-            raise Broken(f"no path in what it says: {ran.described()}")
+            raise Broken(f"no path in what it says: {ran.describe()}")
 
 
 def _without_temporaries(files: Mapping[str, str]) -> dict[str, str]:

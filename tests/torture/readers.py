@@ -132,7 +132,7 @@ def _names_all(damaged: Collection[str], ran: Ran, folder: Path) -> None:
     """Check that a training run has reported all damaged samples that it read."""
     named = [json.loads(line)["key"] for line in (folder / "run" / "failures.jsonl").read_text().splitlines()]
     if unnoticed := [key for key in sorted(damaged) if not any(text.startswith(key) for text in named)]:
-        raise Broken(f"{', '.join(unnoticed)} was read without a word: {ran.described()}")
+        raise Broken(f"{', '.join(unnoticed)} was read without a word: {ran.describe()}")
 
 
 def _under_columns(workspace: Workspace, decay: Decay, folder: Path) -> None:
@@ -145,7 +145,7 @@ def _under_columns(workspace: Workspace, decay: Decay, folder: Path) -> None:
         expected = samples(sound / "data", column=column)
         arrays = samples(folder / "data", column=column) if any(folder.glob(f"data/{column}/*/commits/*.json")) else {}
         if wrong := [name for name, digest in arrays.items() if expected.get(name) != digest]:
-            raise Broken(f"made of damaged chunks: {', '.join(wrong[:6])}: {ran.described()}")
+            raise Broken(f"made of damaged chunks: {', '.join(wrong[:6])}: {ran.describe()}")
         if ran.status == 0:
             same_contents(arrays, expected)
 
@@ -166,7 +166,7 @@ def _in_pages(workspace: Workspace, decay: Decay, folder: Path) -> None:
         served = _text_shown(folder / "run", ran.stdout.replace(str(folder), ""))
         expected = _text_shown(sound / name, (sound / f"{name}.txt").read_text())
         if ran.status == 0 and served != expected and len(_WORDS.findall(served)) <= len(_WORDS.findall(expected)):
-            raise Broken(f"not what it shows of intact data, and no word of damage: {ran.described()}")
+            raise Broken(f"not what it shows of intact data, and no word of damage: {ran.describe()}")
         for path in (folder / "run").iterdir():
             path.unlink()
 

@@ -89,12 +89,12 @@ class Source:
             is_loud &= not begin_s < time_s < end_s
         return {is_loud}
 
-    def upright(self, picture: np.ndarray) -> np.ndarray:
+    def crop_and_turn(self, picture: np.ndarray) -> np.ndarray:
         """Apply the crop and the display matrix to a decoded picture, as a player does."""
         if crop := self.options.get("crop"):
             left, top, right, bottom = crop
             picture = picture[top : picture.shape[0] - bottom, left : picture.shape[1] - right]
-        return self._turned(picture, is_back=True)
+        return self._turn(picture, is_back=True)
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -108,9 +108,9 @@ class Source:
             path.write_bytes(container_bytes.append_files(self.container, *(part.read_bytes() for part in parts)))
             for part in parts:
                 part.unlink()
-        path.write_bytes(self._patched(path.read_bytes()))
+        path.write_bytes(self._patch_headers(path.read_bytes()))
 
-    def _patched(self, content: bytes) -> bytes:
+    def _patch_headers(self, content: bytes) -> bytes:
         """Return the content with header values that no muxer writes."""
         options = self.options
         crop, aspect = options.get("crop"), options.get("aspect")
@@ -139,16 +139,16 @@ class Source:
             return int(width), int(height)
         return self.width, self.height
 
-    def _coded(self, number: int) -> np.ndarray:
+    def _draw_coded(self, number: int) -> np.ndarray:
         width, height = self._size_of(number)
-        picture = self._turned(draw_number(number, width=width, height=height), is_back=False)
+        picture = self._turn(draw_number(number, width=width, height=height), is_back=False)
         if crop := self.options.get("crop"):
             left, top, right, bottom = crop
             # A player that ignores the crop shows this padding in place of the edge of the image.
             picture = np.pad(picture, ((top, bottom), (left, right), (0, 0)), constant_values=255)
         return np.ascontiguousarray(picture)
 
-    def _turned(self, picture: np.ndarray, *, is_back: bool) -> np.ndarray:
+    def _turn(self, picture: np.ndarray, *, is_back: bool) -> np.ndarray:
         turn, mirror = self.options.get("turn", 0), self.options.get("mirror")
         picture = np.rot90(picture, -turn // 90 if is_back else turn // 90)
         if mirror == "hflip":
@@ -178,7 +178,7 @@ class Source:
         if self.container == "webm" and "restart" in self.options:
             options["live"] = "1"
         if self.kind.format in ("matroska", "webm"):
-            options["write_crc32"] = "0"  # `_patched` changes the tracks
+            options["write_crc32"] = "0"  # `_patch_headers` changes the tracks
         offset_s = self.options.get("offset", Fraction(0))
         zero_s = self.begins_s[frames.start] + min(self.sound_begin_s, Fraction(0)) - offset_s
         begins_s = [self.begins_s[number] - zero_s for number in frames]
@@ -201,7 +201,7 @@ class Source:
 
     def _video_track(self, file: Any, frames: range, begins_s: list[Fraction]) -> tuple[Any, list[TimedPacket]]:
         encoders = self._encoders(frames)
-        stream = add_video(file, self.codec, self.fps, self._coded(frames.start), encoders[0][1:], self._choices())
+        stream = add_video(file, self.codec, self.fps, self._draw_coded(frames.start), encoders[0][1:], self._choices())
         if turn := self.options.get("turn"):
             stream.set_display_rotation(-turn)
         if mirror := self.options.get("mirror"):
@@ -213,9 +213,9 @@ class Source:
                 context = stream.codec_context
             else:
                 context = open_encoder(
-                    self.codec, self.fps, self._coded(numbers.start), (aspect, matrix), self._choices()
+                    self.codec, self.fps, self._draw_coded(numbers.start), (aspect, matrix), self._choices()
                 )
-            pictures = (self._coded(number) for number in numbers)
+            pictures = (self._draw_coded(number) for number in numbers)
             here = begins_s[numbers.start - frames.start : numbers.stop - frames.start]
             made += encode_frames(context, pictures, here, frame_s=1 / self.fps, matrix=matrix)
         for _, packet in made:

@@ -65,7 +65,7 @@ def _try(workspace: Workspace, source: Source, folder: Path, *, fps: int, audio:
     ran = ended_well(workspace.commands.run("prep", arguments, scratch=folder / "tmp"), status={0, 1})
     chunks, failures = read_chunks(folder / "data"), _failures(folder / "data")
     if chunks and (failures or ran.status):
-        raise Broken(f"taken in part: {len(chunks)} chunks, failures {failures}: {ran.described()}")
+        raise Broken(f"taken in part: {len(chunks)} chunks, failures {failures}: {ran.describe()}")
     if not chunks:
         _require_reason(source, failures, ran)
         return
@@ -75,7 +75,7 @@ def _try(workspace: Workspace, source: Source, folder: Path, *, fps: int, audio:
         if audio == "keep" and source.has_sound and not {"head", "tail"} & source.options.keys():
             _require_sound(chunks, showing, source)
     except Broken as broken:
-        raise Broken(f"{broken}\n{ran.described()}") from None
+        raise Broken(f"{broken}\n{ran.describe()}") from None
     no_litter(folder / "data")
     nothing_in(folder / "tmp")
 
@@ -106,13 +106,13 @@ def _failures(data: Path) -> list[dict[str, Any]]:
 def _require_reason(source: Source, failures: list[dict[str, Any]], ran: Ran) -> None:
     """Check that a rejection is legitimate, states the true reason, and sets the exit status of the command."""
     if len(failures) != 1 or ran.status != 1:
-        raise Broken(f"neither chunks nor a failure: {failures}: {ran.described()}")
+        raise Broken(f"neither chunks nor a failure: {failures}: {ran.describe()}")
     (failure,) = failures
     legitimate = [refusals for trait, refusals in REFUSALS.items() if trait in source.options]
     if not any(refusals.get(failure["code"], "no such word") in failure["message"] for refusals in legitimate):
         raise Broken(f"refused without a legitimate reason: {failure['code']}: {failure['message']}")
     if "video" not in ran.output:
-        raise Broken(f"refused, but not named: {ran.described()}")
+        raise Broken(f"refused, but not named: {ran.describe()}")
 
 
 def _require_timeline(chunks: list[Chunk], showing: Showing, source: Source, *, fps: int) -> None:

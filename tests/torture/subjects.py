@@ -161,7 +161,7 @@ def _stopped_run(workspace: Workspace) -> Path:
     def make(folder: Path) -> None:
         copy(bases.with_columns(workspace), folder)
         watched = Watched("train", _train(workspace, folder), folder, term="write:run/metrics.jsonl#3")
-        ran, _ = watched.traced(workspace.commands)
+        ran, _ = watched.trace(workspace.commands)
         ended_well(ran, status=143)
         (folder / "flags" / "term").unlink()
 

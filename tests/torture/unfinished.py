@@ -87,9 +87,9 @@ def _look(subject: Subject, workspace: Workspace, point: Point, fault: str, fold
     subject.begin(workspace, folder)
     data, column = folder / "data", _COLUMNS.get(subject.name)
     before = contents(data)
-    ran, was_there = subject.watched(workspace, folder).disturbed(workspace.commands, point, fault)
+    ran, was_there = subject.watched(workspace, folder).disturb(workspace.commands, point, fault)
     if not was_there:
-        raise Broken(f"it did not come to this point: {ran.described()}")
+        raise Broken(f"it did not come to this point: {ran.describe()}")
     ended_well(ran, status=-9)
     versions = {*before.values(), *(undisturbed / "versions.txt").read_text().split()}
     versions |= set(contents(undisturbed / "data").values())
@@ -125,7 +125,7 @@ def _check_failures(workspace: Workspace, damaged: list[int], folder: Path, *, i
         _damage(folder / "videos" / f"{number}.mp4")
     if is_killed:
         watched = Watched("prep", (*_CHUNK, "--data", data), folder)
-        _, was_there = watched.disturbed(workspace.commands, _first_commit(workspace), "kill-after")
+        _, was_there = watched.disturb(workspace.commands, _first_commit(workspace), "kill-after")
         if not was_there:
             raise Broken("the command was not killed: it did not come to its first commit")
     for statuses in ({1}, {0, 1}):  # a rerun may skip the failures that the previous run reported
@@ -138,10 +138,10 @@ def _check_failures(workspace: Workspace, damaged: list[int], folder: Path, *, i
         listed = {(line["video_id"], line["code"]) for line in map(json.loads, listing.read_text().splitlines())}
         if not committed == listed == expected:
             where = f"in commits {sorted(committed)}, listed {sorted(listed)}"
-            raise Broken(f"the failures are {sorted(expected)}, {where}: {ran.described()}")
+            raise Broken(f"the failures are {sorted(expected)}, {where}: {ran.describe()}")
         shown = {name.split("_")[0] for name in samples(data)}
         if shown & {str(number) for number in damaged} or len(shown) != _NUM_VIDEOS - len(damaged):
-            raise Broken(f"chunks of {sorted(shown)}: {ran.described()}")
+            raise Broken(f"chunks of {sorted(shown)}: {ran.describe()}")
 
 
 def _first_commit(workspace: Workspace) -> Point:

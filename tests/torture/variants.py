@@ -131,7 +131,7 @@ class _Trial:
         kind, operations = ("kill-after", ("rename", "unlink")) if fault == "kill" else ("full", ("open", "write"))
         lines = _trace(self.workspace, self.subject)
         points = [point for point in points_of(lines) if point.operation in operations and "TMPDIR" not in point.name]
-        ran, was_there = watched.disturbed(self.workspace.commands, random.choice(points), kind)
+        ran, was_there = watched.disturb(self.workspace.commands, random.choice(points), kind)
         return ended_well(ran, status=({-9} if fault == "kill" else {0, 1, 2}) if was_there else {0})
 
     def mend(self) -> None:
@@ -168,7 +168,7 @@ def _make_undisturbed(workspace: Workspace, subject: Subject) -> Path:
             if subject.name == "refused":
                 trial.run(*_NEW[subject.name])
                 return
-            ran, lines = watched.traced(workspace.commands)
+            ran, lines = watched.trace(workspace.commands)
             ended_well(ran, status=0)
             (folder / "trace.txt").write_text("\n".join(lines))
 
@@ -215,7 +215,7 @@ def _require_complete(
     members = trial.samples()
     if members not in states:
         numbers = " or ".join(str(len(state)) for state in states)
-        earlier = "" if before is None else f"\nbefore: {before.described()}"
+        earlier = "" if before is None else f"\nbefore: {before.describe()}"
         raise Broken(
-            f"readers get {len(members)} members, not {numbers} of a complete variant: {ran.described()}{earlier}"
+            f"readers get {len(members)} members, not {numbers} of a complete variant: {ran.describe()}{earlier}"
         )

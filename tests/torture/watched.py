@@ -103,7 +103,7 @@ class Watched:
     def scratch(self) -> Path:
         return self.folder / "tmp"
 
-    def traced(self, commands: Commands) -> tuple[Ran, list[str]]:
+    def trace(self, commands: Commands) -> tuple[Ran, list[str]]:
         """Run the command without faults; return its outcome and its operations, as lines of `interposer.watch`.
 
         `versions.txt` in the folder then lists the SHA-256 of every file that was renamed to a watched name.
@@ -114,14 +114,14 @@ class Watched:
         log.unlink(missing_ok=True)
         return ran, lines
 
-    def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
+    def disturb(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
         """Run the command with a fault; return its outcome, and whether it reached the point."""
         for flag in (self.folder / "flags").glob("fault*"):
             flag.unlink()
         ran = self._run(commands, {watch.POINT: point.name, watch.FAULT: fault})
         return ran, (self.folder / "flags" / "fault").exists()
 
-    def undisturbed(self, commands: Commands) -> Ran:
+    def run_undisturbed(self, commands: Commands) -> Ran:
         """Run the command without the interposer, as users do, and return its outcome."""
         return commands.run(self.program, self.arguments, scratch=self.scratch, is_fresh=self.is_fresh)
 

@@ -140,7 +140,7 @@ def test_what_is_left_out_is_counted_by_plan_run_and_status(folder: Folder, case
         }[case.name]
         assert numbers(values), values
     lines = [line for variant in folder.status()["variants"] if variant["is_current"] for line in variant["left_out"]]
-    assert lines, "prep status does not report what was left out"
+    assert lines, "prep status does not report the omitted samples"
     again = folder.prep(case.command, *settings, "--engine", "processes").stdout
     for line in lines:
         assert all(

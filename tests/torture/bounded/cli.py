@@ -22,14 +22,14 @@ def main() -> None:
     limit = (_kilobytes("VmSize") + (int(added_mb) << 10)) << 10
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if what == "streamed":
-        print(json.dumps(_streamed(*arguments)))
+        print(json.dumps(_read_tars(*arguments)))
         sys.exit(0)
     program = importlib.import_module(f"{what}.cli")
     sys.argv = [str(program.__file__), *arguments]
     program.main()
 
 
-def _streamed(pattern: str) -> dict[str, object]:
+def _read_tars(pattern: str) -> dict[str, object]:
     """Read tars as an evaluation does; return the frame numbers that were decoded and the failures, each by key."""
     from tests.train.data.test_streams import SIZE_PX, open_stream
 

@@ -41,7 +41,7 @@ def _where(target: Any, folder: int | None = None) -> str | None:
         return None
 
 
-def _half(content: Any) -> memoryview:
+def _take_half(content: Any) -> memoryview:
     view = memoryview(content).cast("B")
     return view[: len(view) // 2]
 
@@ -60,7 +60,7 @@ def _write(descriptor: int, content: Any, /) -> int:
         "write",
         _regular(descriptor),
         lambda: real(descriptor, content),
-        act_in_part=lambda: real(descriptor, _half(content)),
+        act_in_part=lambda: real(descriptor, _take_half(content)),
     )
 
 
@@ -70,7 +70,7 @@ def _pwrite(descriptor: int, content: Any, offset: int, /) -> int:
         "write",
         _regular(descriptor),
         lambda: real(descriptor, content, offset),
-        act_in_part=lambda: real(descriptor, _half(content), offset),
+        act_in_part=lambda: real(descriptor, _take_half(content), offset),
     )
 
 
@@ -80,7 +80,7 @@ def _writev(descriptor: int, contents: Any, /) -> int:
         "write",
         _regular(descriptor),
         lambda: real(descriptor, contents),
-        act_in_part=lambda: real(descriptor, [_half(contents[0])]),
+        act_in_part=lambda: real(descriptor, [_take_half(contents[0])]),
     )
 
 
@@ -146,7 +146,7 @@ class _WatchedFile(io.FileIO):
                 "write",
                 _regular(self.fileno()),
                 lambda: write(content),
-                act_in_part=lambda: write(_half(content)),
+                act_in_part=lambda: write(_take_half(content)),
             ),
         )
 
