@@ -1,4 +1,4 @@
-"""The fields of plug-in columns by which `--where` can select chunks, in `prep`, `train` and `open_clips`.
+"""The fields of plug-in columns, by which `--where` selects chunks in `prep`, `train` and `open_clips`.
 
 A package declares a column and the fields of the column in two entry points with the same name, because training does
 not load the code that makes columns (docs/plugins.md).
@@ -29,7 +29,9 @@ class ColumnFields:
     def __post_init__(self) -> None:
         for name, arrow_type in self.fields.items():
             if not name.startswith(f"{self.name}_") or COLUMN_NAME.fullmatch(name) is None:
-                raise ValueError(f"the name of the field {name!r} does not begin with {self.name}_ and a word")
+                raise ValueError(
+                    f"the field name {name!r} is invalid: use {self.name}_ followed by lower-case letters, digits and _"
+                )
             if not (is_number(arrow_type) or pa.types.is_string(arrow_type) or pa.types.is_boolean(arrow_type)):
                 raise ValueError(f"the field {name} has the type {arrow_type}, not a number, a string or a bool")
 
@@ -40,17 +42,15 @@ def is_number(arrow_type: pa.DataType) -> bool:
 
 
 def _fault(fields: ColumnFields) -> str:
-    problem = f"do not belong to a column: clipmill.columns has no entry point named {fields.name}"
+    problem = f"does not belong to a column: clipmill.columns has no entry point named {fields.name}"
     return "" if is_declared("columns", fields.name) else problem
 
 
-COLUMN_FIELDS = Parts(
-    "fields of the column", group="fields", kind=ColumnFields, builtin={}, form=COLUMN_NAME, fault=_fault
-)
+COLUMN_FIELDS = Parts("field list", group="fields", kind=ColumnFields, builtin={}, form=COLUMN_NAME, fault=_fault)
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
-    """Describe the declared fields of a column that are missing from a schema, or have a different type in it."""
+    """Describe the declared fields of a column that a schema lacks, or contains with a different type."""
     types = {field.name: field.type for field in schema}
     declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [

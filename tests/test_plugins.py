@@ -77,7 +77,7 @@ def test_fields_without_a_column_are_refused_by_name(tmp_path: Path, capsys: pyt
     with installed_here(tmp_path):
         assert COLUMN_FIELDS.list_usable() == []
     warned = capsys.readouterr().err
-    assert "odd 1.0 do not belong to a column: clipmill.columns has no entry point named brightness" in warned
+    assert "odd 1.0 does not belong to a column: clipmill.columns has no entry point named brightness" in warned
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 # Signals that a faulty program gets from the kernel, or sends to itself. Other signals come from other programs.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
-Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must get no tasks, or None
+Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must not get tasks, or None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outcome(Generic[T, R]):
     Attributes:
         result: Return value of the function; None if the workers were lost.
         lost: Reason why the last worker was lost; None if there is a result.
-        crashed: True if the lost worker crashed by itself, and was not killed by another program.
+        crashed: True if the lost worker crashed; False if another program killed it.
     """
 
     task: T
@@ -101,9 +101,9 @@ class Engine(Protocol):
         ...
 
 
-def no_nodes_error(refused: Iterable[RefusedNode]) -> UserError:
+def no_nodes_error(refused_nodes: Iterable[RefusedNode]) -> UserError:
     """Return the error for a run whose nodes were all refused."""
-    nodes = [*refused]
+    nodes = [*refused_nodes]
     message = f"no usable workers: {'; '.join(f'{node.node}: {node.reason}' for node in nodes)}"
     if any(isinstance(node.reason, StorageReason) for node in nodes):
         return StorageRefused(message, hint="set valid credentials on each node, and run the same command again")

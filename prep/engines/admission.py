@@ -29,7 +29,7 @@ _LAG_LIMIT_S = 5.0  # time limit for the token to become visible on other machin
 
 @dataclass(frozen=True)
 class Ticket:
-    """Requirements that a worker must meet. Calling the ticket returns the reason why it does not, or None if it does.
+    """Requirements for a worker. Calling the ticket returns the reason why the worker does not meet them, or None.
 
     Attributes:
         host: Name of the driver's machine.
@@ -39,9 +39,10 @@ class Ticket:
         source_sha256: SHA-256 of the source code that a worker runs (hex).
         package: Package that contains the column's code.
         needs: Import path `package.module:function` of a function that checks the machine, and its argument. The
-            function returns the reason why the machine is unsuitable, or None. None if every machine is suitable.
-        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; empty for a local
-            data folder.
+            function returns the reason why the machine is unsuitable, or None. The attribute is None if the column has
+            no requirements.
+        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; () for a local data
+            folder.
     """
 
     host: str
@@ -56,8 +57,8 @@ class Ticket:
     def __call__(self) -> str | None:
         digest = source_sha256(self.package)
         if digest is None:
-            missing = "clipmill" if source_sha256("clipmill.prep") is None else f"the column's package {self.package}"
-            return f"{missing} is not installed"
+            package = "clipmill" if source_sha256("clipmill.prep") is None else f"the column's package {self.package}"
+            return f"{package} is not installed"
         if digest != self.source_sha256:
             return (
                 f"clipmill {_version()} (source {digest[:8]}) differs from clipmill {self.version} "
@@ -103,7 +104,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
     from clipmill.manifests.storage.mirrors import mirror_of
 
     if (digest := source_sha256(package)) is None:
-        raise UserError(f"the package {package} of the column is not installed here", hint=_PACKAGE_HINT)
+        raise UserError(f"the package {package} of the column is not installed on this machine", hint=_PACKAGE_HINT)
     # The token has a temporary name: if the driver is killed, the token is removed with the other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)

@@ -54,7 +54,7 @@ class ProcessEngine:
     """Engine that runs up to `num_workers` tasks at a time, each in a separate process.
 
     Args:
-        gpus: CUDA indices of the GPUs; each worker sees one of them. If empty, workers see the same GPUs as the driver.
+        gpus: CUDA indices of the GPUs; each worker sees one GPU. If empty, workers see the same GPUs as the driver.
     """
 
     def __init__(self, *, num_workers: int, gpus: Sequence[str] = ()) -> None:
@@ -71,46 +71,46 @@ class ProcessEngine:
     ) -> Iterator[Outcome[T, R] | RefusedNode | None]:
         """See `clipmill.prep.engines.Engine`."""
         new_tasks, retries = iter(tasks), deque[tuple[T, int]]()
-        busy: list[_Worker] = []
-        idle: list[_Worker] = []
+        busy_workers: list[_Worker] = []
+        idle_workers: list[_Worker] = []
         try:
             while True:
-                while len(busy) < self._num_workers:
+                while len(busy_workers) < self._num_workers:
                     task, num_tries = retries.popleft() if retries else (next(new_tasks, None), 0)
                     if task is None:
                         break
-                    busy.append(idle.pop() if idle else self._start(function, check))
-                    busy[-1].send(task, num_tries=num_tries + 1)
-                if not busy:
+                    busy_workers.append(idle_workers.pop() if idle_workers else self._start(function, check))
+                    busy_workers[-1].send(task, num_tries=num_tries + 1)
+                if not busy_workers:
                     return
-                ready = wait([worker.pipe for worker in busy], timeout=TICK_S)
-                if not ready:
+                ready_pipes = wait([worker.pipe for worker in busy_workers], timeout=TICK_S)
+                if not ready_pipes:
                     yield None
-                for worker in [worker for worker in busy if worker.pipe in ready]:
+                for worker in [worker for worker in busy_workers if worker.pipe in ready_pipes]:
                     try:
                         error, result = worker.pipe.recv()
                     except (EOFError, ConnectionResetError):
-                        busy.remove(worker)
+                        busy_workers.remove(worker)
                         worker.process.join()
                         if worker.num_tries < MAX_TRIES:
                             retries.append((worker.task, worker.num_tries))
                         else:
                             code = worker.process.exitcode
-                            lost = f"its worker ended with {exit_reason(code)} {MAX_TRIES} times"
-                            yield Outcome(worker.task, None, lost, crashed=-(code or 0) in CRASH_SIGNALS)
+                            reason = f"its worker ended with {exit_reason(code)} {MAX_TRIES} times"
+                            yield Outcome(worker.task, None, reason, crashed=-(code or 0) in CRASH_SIGNALS)
                         continue
                     if error is not None:
                         raise error
-                    busy.remove(worker)
-                    idle.append(worker)
+                    busy_workers.remove(worker)
+                    idle_workers.append(worker)
                     yield Outcome(worker.task, result)
         finally:
-            for worker in busy:
+            for worker in busy_workers:
                 worker.process.kill()
             # Let idle workers exit normally, so that the libraries they have imported remove their temporary files.
-            for worker in idle:
+            for worker in idle_workers:
                 worker.send(None, num_tries=0)
-            for worker in (*busy, *idle):
+            for worker in (*busy_workers, *idle_workers):
                 worker.process.join(_EXIT_LIMIT_S)
                 worker.process.kill()
                 worker.process.join()
@@ -118,8 +118,8 @@ class ProcessEngine:
     def _start(self, function: Callable[[Any], Any], check: Check | None) -> _Worker:
         gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
         self._num_started += 1
-        ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
+        driver_pipe, worker_pipe = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_work, args=(function, check, worker_pipe, gpu), daemon=True)
         # Hide the main module. Otherwise, `multiprocessing` would load it, with the command line, in the new process.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -127,8 +127,8 @@ class ProcessEngine:
             process.start()
         finally:
             sys.modules["__main__"] = main
-        theirs.close()  # so that the pipe is closed when the worker ends
-        return _Worker(process, ours)
+        worker_pipe.close()  # so that the pipe is closed when the worker ends
+        return _Worker(process, driver_pipe)
 
 
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:

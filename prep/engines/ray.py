@@ -13,9 +13,9 @@ Anyone who can send work to a Ray instance can run code as its user. A private i
 loopback interface, accepts work only with a token created for it, and keeps its sockets in a folder of its user.
 
 A raylet starts agents (for the dashboard and for runtime environments). When the raylet ends, its agents try for a
-minute to report this to the head of the instance, which has ended too. Ray never removes the folder of an instance.
-Therefore a small process, the sweeper, waits until the process that uses Ray has ended for any reason, kills the
-agents, and removes the folder.
+minute to report this to the head of the instance, although the head has ended too. Ray never removes the folder of an
+instance. Therefore a small process, the sweeper, waits until the process that uses Ray has ended for any reason, kills
+the agents, and removes the folder.
 """
 
 import logging
@@ -55,7 +55,7 @@ from clipmill.prep.engines.execution import Execution, Need
 from clipmill.prep.engines.ray_actors import ActorRun, Nodes, Notify
 
 _GROWTH = 2  # ratio of requested to current capacity if the autoscaler does not report its limit
-_LATE_LIMIT_S = 10.0  # time limit at the end of a run for the checks of workers that are still starting
+_LAST_CHECKS_LIMIT_S = 10.0  # time limit at the end of a run for the checks of workers that are still starting
 
 
 class RayEngine:
@@ -110,7 +110,7 @@ class RayEngine:
             try:
                 connect(ray, self._address, num_cpus=num_cpus)
                 nodes = Nodes(ray, self._need, instance_name=instance_name, wait_s=wait_s, notify=notify)
-                nodes.require_node(at_once=True)
+                nodes.require_node(forces_check=True)
                 run = ActorRun(
                     ray,
                     nodes,
@@ -121,7 +121,7 @@ class RayEngine:
                 )
                 yield from run.outcomes(named_tasks)
                 if check is not None and self._address is not None:
-                    yield from run.check_late_workers(limit_s=_LATE_LIMIT_S)
+                    yield from run.check_late_workers(limit_s=_LAST_CHECKS_LIMIT_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 raise FailedWork(
                     f"{instance_name} was lost: {first_line(error)}; finished work is kept; run the same command "
@@ -131,7 +131,7 @@ class RayEngine:
                 ray.shutdown()
 
     def _num_actors(self, nodes: Nodes) -> int:
-        """Return the number of actors to request. If some do not fit, an autoscaler starts nodes for them."""
+        """Return the number of actors to request. If some actors do not fit, an autoscaler starts nodes for them."""
         room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
@@ -143,16 +143,18 @@ def isolated_ray_engine(*, num_workers: int | None, address: str | None, need: N
     engine = RayEngine(num_workers=num_workers, address=address, need=need, execution=execution)
     # On a cluster, `--wait-for-nodes` already limits the time until the first task.
     limit_s = START_LIMIT_S if address is None else None
-    return IsolatedEngine(engine, name=name_of_cluster(address), starting=starting_text(address), start_limit_s=limit_s)
+    return IsolatedEngine(
+        engine, name=name_of_cluster(address), start_note=describe_start(address), start_limit_s=limit_s
+    )
 
 
 def count_cluster_gpus(address: str) -> float:
-    """Return the number of GPUs in a cluster, or, if it is larger, the number that its autoscaler may provide.
+    """Return the number of GPUs in a cluster, or the number that its autoscaler may provide, whichever is larger.
 
     Raises:
         UserError: No cluster is running at the address.
     """
-    with Activity(starting_text(address)):
+    with Activity(describe_start(address)):
         num_gpus: float = call_isolated(_count_gpus, address, name=name_of_cluster(address))
     return num_gpus
 
@@ -161,8 +163,8 @@ def _count_gpus(address: str) -> float:
     ray = import_ray()
     connect(ray, address)
     try:
-        largest = ray._private.state.state.get_max_resources_from_cluster_config() or {}
-        return max(ray.cluster_resources().get("GPU", 0.0), largest.get("GPU", 0.0))
+        largest_cluster = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+        return max(ray.cluster_resources().get("GPU", 0.0), largest_cluster.get("GPU", 0.0))
     finally:
         ray.shutdown()
 
@@ -202,7 +204,7 @@ def name_of_cluster(address: str | None) -> str:
     return "Ray on this machine" if address is None else f'the Ray cluster at "{address}"'
 
 
-def starting_text(address: str | None) -> str:
+def describe_start(address: str | None) -> str:
     """Return the text to show until Ray takes the first task."""
     name = name_of_cluster(address)
     return f"starting {name} (takes up to {START_LIMIT_S:g} s)" if address is None else f"connecting to {name}"
@@ -221,7 +223,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
             folder = Path(tempfile.mkdtemp(prefix="ray", dir=parent))
             start_sweeper(folder)
-            # Ray makes its folder accessible to all users, so give it a subfolder.
+            # Ray makes its folder accessible to all users, so let it use a subfolder.
             _init(ray, address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=os.fspath(folder / "r"))
         except Exception as error:  # noqa: BLE001 - Ray also raises plain exceptions
             if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
@@ -254,8 +256,10 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
         reason, is_mismatch = first_line(error), "Version mismatch" in str(error)
         versions = re.findall(r"(Ray|Python): (\S+)", str(error))
         if is_mismatch and len(versions) == 4:
-            theirs, ours = (" and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2))
-            reason = f"it runs {theirs}, but this command runs {ours}"
+            cluster_versions, command_versions = (
+                " and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2)
+            )
+            reason = f"it runs {cluster_versions}, but this command runs {command_versions}"
         raise UserError(
             f'cannot connect to a Ray cluster at "{address}": {reason}',
             hint=_VERSION_HINT if is_mismatch else _START_HINT,
@@ -346,7 +350,7 @@ class IsolatedEngine:
     Args:
         engine: Engine to run. It must be picklable.
         name: Name of the program in the process, for the message about its unexpected end.
-        starting: Text to show until the engine takes the first task; None to show nothing.
+        start_note: Text to show until the engine takes the first task; None to show nothing.
         start_limit_s: Time limit in seconds for the engine to take the first task; None for no limit.
     """
 
@@ -355,10 +359,10 @@ class IsolatedEngine:
         engine: NotifyingEngine,
         *,
         name: str,
-        starting: str | None = None,
+        start_note: str | None = None,
         start_limit_s: float | None = None,
     ) -> None:
-        self._engine, self._name, self._starting = engine, name, starting
+        self._engine, self._name, self._start_note = engine, name, start_note
         self._start_limit_s = start_limit_s
 
     def run(
@@ -373,29 +377,29 @@ class IsolatedEngine:
         numbered_tasks = enumerate(tasks)
         sent_tasks = dict[int, T]()
         activity = ExitStack()
-        if self._starting is not None:
-            activity.enter_context(Activity(self._starting))
-        process, ours = _start_process(_serve, self._engine, function, check, name is not None)
+        if self._start_note is not None:
+            activity.enter_context(Activity(self._start_note))
+        process, command_pipe = _start_process(_serve, self._engine, function, check, name is not None)
         deadline_s = None if self._start_limit_s is None else time.monotonic() + self._start_limit_s
         try:
             while True:
-                if not ours.poll(TICK_S):
+                if not command_pipe.poll(TICK_S):
                     if deadline_s is not None and time.monotonic() > deadline_s:
                         process.kill()  # the process may be waiting for Ray, and not be reading the pipe
                         raise _start_failure(self._name, f"within {self._start_limit_s:g} s")
                     yield None
                     continue
-                kind, value = _receive(ours, process, name=self._name, is_starting=deadline_s is not None)
+                kind, value = _receive(command_pipe, process, name=self._name, is_starting=deadline_s is not None)
                 if kind == "next":
                     activity.close()
                     deadline_s = None
                     item = next(numbered_tasks, None)
                     if item is not None:
                         sent_tasks[item[0]] = item[1]
-                    ours.send(item and (*item, name(item[1]) if name is not None else None))
+                    command_pipe.send(item and (*item, name(item[1]) if name is not None else None))
                 elif kind == "outcome":
-                    number, *rest = value
-                    yield Outcome(sent_tasks.pop(number), *rest)
+                    number, *result_values = value
+                    yield Outcome(sent_tasks.pop(number), *result_values)
                 elif kind == "refused":
                     yield value
                 elif kind == "notice":
@@ -406,7 +410,7 @@ class IsolatedEngine:
                     return
         finally:
             activity.close()
-            ours.close()  # the other process detects this, and stops its workers
+            command_pipe.close()  # the other process detects this, and stops its workers
             _end(process)
 
 
@@ -420,11 +424,11 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
         FailedWork: The process ended without a result.
         Exception: The function raised this exception.
     """
-    process, ours = _start_process(_serve_call, function, arguments)
+    process, command_pipe = _start_process(_serve_call, function, arguments)
     try:
-        kind, value = _receive(ours, process, name=name)
+        kind, value = _receive(command_pipe, process, name=name)
     finally:
-        ours.close()
+        command_pipe.close()
         _end(process)
     if kind == "error":
         raise value
@@ -433,11 +437,11 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
 
 def _start_process(target: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
     """Start `target(*arguments, pipe)` in a new process; return the process and this process's end of the pipe."""
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=target, args=(*arguments, theirs))
+    command_pipe, process_pipe = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=target, args=(*arguments, process_pipe))
     process.start()
-    theirs.close()  # so that the pipe is closed when the other process ends
-    return process, ours
+    process_pipe.close()  # so that the pipe is closed when the other process ends
+    return process, command_pipe
 
 
 def _end(process: SpawnProcess) -> None:
@@ -481,7 +485,7 @@ def _serve(
     with suppress(_Disconnected):
         try:
             for outcome in engine.run(
-                _Numbered(function),
+                _TaskFunction(function),
                 _tasks(pipe),
                 check=check,
                 name=(lambda task: task[2]) if is_named else None,
@@ -515,12 +519,12 @@ def _detach() -> None:
     die_with_driver()
     # Ctrl-C goes to the complete process group, but the command decides what happens to this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    silence = os.open(os.devnull, os.O_WRONLY)
+    null_device = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(silence, stream)
+        os.dup2(null_device, stream)
 
 
-class _Numbered:
+class _TaskFunction:
     """Wrapper that applies a function to the task in a tuple (number, task, name)."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:

@@ -3,9 +3,9 @@
 A worker is checked when it starts, and gets its first task once it has passed the check. When no task is left for a
 worker, it ends and frees its resources.
 
-Ray's restarts of actors and retries of calls are disabled, because Ray does not distinguish between two causes: a task
-may kill its worker, but a task is rarely to blame for the loss of a node. The engine counts both per task, and replaces
-a lost worker with a new one.
+Actor restarts and call retries in Ray are disabled, because Ray does not distinguish the death of a worker, which its
+task may have caused, from the loss of a node, for which a task is rarely to blame. The engine counts both per task, and
+replaces a lost worker with a new one.
 
 Ray sends nested classes by value, so a node does not need clipmill to load the actor class. The function and the task
 stay serialised until the worker has passed the check.
@@ -80,7 +80,7 @@ class Nodes:
             return
         refused_node = RefusedNode(self._name_node(node_id), reason)
         self._refused[node_id] = refused_node
-        self.require_node(at_once=True)
+        self.require_node(forces_check=True)
         yield refused_node
 
     def lose(self, node_id: str) -> Iterator[RefusedNode]:
@@ -116,22 +116,22 @@ class Nodes:
     def capacities(self) -> tuple[int, int]:
         """Return the number of workers that fit on the current nodes, and on all nodes that an autoscaler may start.
 
-        The numbers may be a few seconds old. The second number is 0 if it is unknown.
+        The numbers may be a few seconds old. The second number is 0 if the limit of the autoscaler is unknown.
         """
         if time.monotonic() - self._last_count_s > _CHECK_INTERVAL_S:
             self._last_count_s = time.monotonic()
             nodes = [node["Resources"] for node in self._suitable_nodes() if node["NodeID"] not in self._refused]
-            largest = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
+            largest_cluster = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
             # An autoscaler may not know the memory of its node types.
-            room = replace(self.need, memory_bytes=0).room(largest)
+            room = replace(self.need, memory_bytes=0).room(largest_cluster)
             self._capacities = sum(map(self.need.room, nodes)), min(room, _MAX_REQUESTED)
         return self._capacities
 
-    def require_node(self, *, at_once: bool = False) -> None:
-        """Check that a node can run a worker. While there is no such node, report that the run is waiting for one.
+    def require_node(self, *, forces_check: bool = False) -> None:
+        """Check that a node can run a worker. While there is no such node, report that the run is waiting for a node.
 
         Args:
-            at_once: True to check even if the last check was less than `_CHECK_INTERVAL_S` seconds ago.
+            forces_check: True to check even if the last check was less than `_CHECK_INTERVAL_S` seconds ago.
 
         Raises:
             UserError: All nodes were refused, or no node has joined within the time limit.
@@ -139,7 +139,7 @@ class Nodes:
         """
         # The run calls this method at every tick, but a query to Ray takes milliseconds.
         now_s = time.monotonic()
-        if now_s - self._last_check_s < _CHECK_INTERVAL_S and not at_once:
+        if now_s - self._last_check_s < _CHECK_INTERVAL_S and not forces_check:
             return
         self._last_check_s = now_s
         if any(node["NodeID"] not in self._refused for node in self._suitable_nodes()):
@@ -159,10 +159,10 @@ class Nodes:
                 f"{self._wait_s:g} s; finished work is kept; run the same command again to resume"
             )
         if waited_s >= self._wait_s:
-            waited = f", and no such node has joined for {self._wait_s:g} s" if self._wait_s else ""
+            wait_text = f", and no such node has joined for {self._wait_s:g} s" if self._wait_s else ""
             raise UserError(
                 f"{self._instance_name} has {self._resources_text()}, but a worker requires {self.need} on one node"
-                f"{waited}",
+                f"{wait_text}",
                 hint="start such nodes, wait longer with --wait-for-nodes, or use a smaller --num-gpus (0 for CPUs), "
                 "--task-cpus or --task-memory",
             )
@@ -205,16 +205,16 @@ class _Attempt:
 
     Attributes:
         name: Name of the task in Ray's lists.
-        num_deaths: Number of times that its worker died but the node survived.
-        num_lost_nodes: Number of times that its node was lost.
-        failed_on: Nodes that failed the task because of a machine fault: node ID -> reason.
+        num_deaths: Number of times that the worker died but its node survived.
+        num_lost_nodes: Number of times that the node was lost.
+        failed_nodes: Node ID -> reason, for the nodes on which the task failed because of a machine fault.
     """
 
     task: Any
     name: str
     num_deaths: int = 0
     num_lost_nodes: int = 0
-    failed_on: dict[str, str] = field(default_factory=dict)
+    failed_nodes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class ActorRun:
                 return
             # If the nodes have no room for an actor, an autoscaler starts a node for it.
             while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
-                avoided_ids = set.intersection(*(set(attempt.failed_on) for attempt in self._waiting))
+                avoided_ids = set.intersection(*(set(attempt.failed_nodes) for attempt in self._waiting))
                 options = self._nodes.options(avoided_ids=avoided_ids)
                 handle = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
@@ -282,8 +282,8 @@ class ActorRun:
                 self._nodes.require_node()
                 for attempt in self._waiting:
                     # If all other nodes have been lost, the nodes that failed the task may try it again.
-                    if attempt.failed_on and not self._nodes.has_other_node(attempt.failed_on):
-                        attempt.failed_on.clear()
+                    if attempt.failed_nodes and not self._nodes.has_other_node(attempt.failed_nodes):
+                        attempt.failed_nodes.clear()
                 yield None
             for call in ready:
                 yield from self._finish_start(call) if call in self._starting else self._finish_task(call)
@@ -333,19 +333,17 @@ class ActorRun:
                 for call, handle in [*self._starting.items()]:
                     if actor_nodes.get(handle._actor_id.hex()) == node_id:
                         self._ray.kill(self._starting.pop(call))
-                reason = (
-                    f"no worker has started there within {_START_LIMIT_S:g} s; Ray's logs there may contain the cause"
-                )
+                reason = f"no worker has started on it within {_START_LIMIT_S:g} s; its Ray logs may contain the cause"
                 yield from self._nodes.refuse(node_id, reason)
 
     def _send_task(self, actor: _Actor) -> None:
         """Send an actor the next task that its node may try.
 
-        If there is none, the actor ends, because nothing refers to it any longer.
+        If no such task is left, the actor ends, because nothing refers to it any longer.
         """
         if self._nodes.is_refused(actor.node_id):
             return
-        attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_on), None)
+        attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_nodes), None)
         if attempt is not None:
             self._waiting.remove(attempt)
             payload = bytes(self._ray.cloudpickle.dumps((self._function, attempt.task)))
@@ -367,8 +365,8 @@ class ActorRun:
                 attempt.num_lost_nodes += 1
             else:
                 attempt.num_deaths += 1
-                if self._nodes.has_other_node({*attempt.failed_on, actor.node_id}):
-                    attempt.failed_on[actor.node_id] = f"its worker died: {first_line(error)}"
+                if self._nodes.has_other_node({*attempt.failed_nodes, actor.node_id}):
+                    attempt.failed_nodes[actor.node_id] = f"its worker died: {first_line(error)}"
             if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
                 self._waiting.appendleft(attempt)
             else:
@@ -377,16 +375,16 @@ class ActorRun:
         fault: MachineFault | None = getattr(result, "machine_fault", None)
         is_retried = False
         if fault is not None:
-            attempt.failed_on[actor.node_id] = fault.reason
-            is_final = fault.is_doubtful and len(attempt.failed_on) >= _MAX_DOUBTFUL_NODES
-            is_retried = not is_final and self._nodes.has_other_node(attempt.failed_on)
+            attempt.failed_nodes[actor.node_id] = fault.reason
+            is_final = fault.is_doubtful and len(attempt.failed_nodes) >= _MAX_DOUBTFUL_NODES
+            is_retried = not is_final and self._nodes.has_other_node(attempt.failed_nodes)
         if is_retried:
             self._waiting.appendleft(attempt)
         else:
             yield Outcome(attempt.task, result)
         if fault is None:
             self._num_faults[actor.node_id] = 0
-            for node_id, reason in attempt.failed_on.items():
+            for node_id, reason in attempt.failed_nodes.items():
                 self._num_faults[node_id] += 1
                 if self._num_faults[node_id] >= _MAX_FAULTS:
                     yield from self._nodes.refuse(node_id, f"its tasks fail, but succeed on other nodes: {reason}")

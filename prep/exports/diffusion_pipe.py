@@ -2,10 +2,10 @@
 
     dataset.toml                                                     the dataset configuration for the trainer
     segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
-    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, as save_to_disk of Hugging
-                                                                     Face datasets writes them
+    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, in the format of
+                                                                     save_to_disk of Hugging Face datasets
     segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
-    segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5
+    segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5 encoder
 
 S is the side length of the frames in pixels, and F is the number of frames in a segment. The files shard_N.bin contain
 the items one after another, in the format of torch.save. The SQLite file metadata.db has their locations: the table
@@ -32,8 +32,8 @@ import numpy as np
 import pyarrow as pa
 
 from clipmill.manifests.errors import UserError
-from clipmill.prep.exports.kinds import DiffusionPipeFlags, Exported, Progress
-from clipmill.prep.exports.trainers import Part, Segment, Segments, torch_bytes, write_cache
+from clipmill.prep.exports.kinds import DiffusionPipeFlags, ExportResult, Progress
+from clipmill.prep.exports.trainers import CacheFile, Segment, Segments, torch_bytes, write_cache
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class _Model:
 
     Attributes:
         name: Name in the trainer, which is also the name of a folder in the cache; None if the user must pass it.
-        side_step: Number of pixels to whose multiples the trainer rounds the side lengths of frames.
-        entries: Names of the entries in a text item: the vectors, and their number or mask. None if the model does not
-            use T5.
+        side_step: The trainer rounds the side lengths of frames to multiples of this number of pixels.
+        entries: Names of the entries in a text item: the vectors, and the number or the mask of the vectors; None if
+            the model does not use T5.
         num_tokens: Number of vectors in a text item, including padding.
     """
 
@@ -81,14 +81,14 @@ class _Item:
 
 def write_diffusion_pipe_cache(
     data_dir: Path, destination: Path, flags: DiffusionPipeFlags, show: Progress
-) -> Exported:
+) -> ExportResult:
     """Write a cache for diffusion-pipe.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or the trainer has no model for the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`. Also, if the trainer has no model for the VAE, size or texts.
     """
-    with_texts = [vae_class for (vae_class, _), model in _MODELS.items() if model.entries]
-    segments = Segments(data_dir, split=flags.split, with_texts=with_texts)
+    t5_classes = [vae_class for (vae_class, _), model in _MODELS.items() if model.entries]
+    segments = Segments(data_dir, split=flags.split, t5_classes=t5_classes)
     model, size, num_frames = _model(segments), int(segments.recipe["size"]), segments.num_frames
     name = flags.model or model.name
     if name is None:
@@ -99,18 +99,18 @@ def write_diffusion_pipe_cache(
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
     latents_shard = segments.latents.numbers("shard")
 
-    def parts(captioned: list[Segment]) -> Iterator[Part]:
+    def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
         latents = [
             _Item(
                 segments.latents_mark(segment),
                 int(latents_shard[segment.sample]),
                 partial(lambda segment: {"latents": segments.stored_latents(segment), "mask": None}, segment),
             )
-            for segment in captioned
+            for segment in selected_segments
         ]
         # The trainer uses this seed to shuffle the segments of each size bucket.
         seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
-        order: list[int] = np.random.default_rng(seed).permutation(len(captioned)).tolist()
+        order: list[int] = np.random.default_rng(seed).permutation(len(selected_segments)).tolist()
         yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, order)
         texts = []
         if segments.has_texts:
@@ -121,13 +121,13 @@ def write_diffusion_pipe_cache(
                     int(text_shard[segment.text_sample]),
                     partial(_text, segments, model, segment),
                 )
-                for segment in captioned
+                for segment in selected_segments
             ]
             folder = f"{cache}/ar_frames_1.000_{num_frames}/text_embeddings_1"
-            yield from _items(folder, texts, range(len(captioned)))
-        names = [f"{segment.name} {segment.caption}" for segment in captioned]
+            yield from _items(folder, texts, range(len(selected_segments)))
+        names = [f"{segment.name} {segment.caption}" for segment in selected_segments]
         mark = _digest([*(item.mark for item in latents + texts), *names])
-        yield from _metadata(f"{cache}/metadata", captioned, num_frames=num_frames, mark=mark)
+        yield from _metadata(f"{cache}/metadata", selected_segments, num_frames=num_frames, mark=mark)
         folder = json.dumps(str(destination.resolve() / "segments"), ensure_ascii=False)
         yield _text_part(
             "dataset.toml",
@@ -136,7 +136,7 @@ def write_diffusion_pipe_cache(
         )
 
     form = f"diffusion-pipe {name}"
-    return write_cache(destination, segments, parts, form=form, show=show, derived="segments")
+    return write_cache(destination, segments, make_files, form=form, show=show, derived_folder="segments")
 
 
 def _model(segments: Segments) -> _Model:
@@ -176,7 +176,7 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
     return {vectors: padded, length: (torch.arange(len(padded)) < num_tokens).long() if is_mask else num_tokens}
 
 
-def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[Part]:
+def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[CacheFile]:
     """Yield the files with `items`. Equal items are stored only once.
 
     Args:
@@ -193,7 +193,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
         if item.mark not in locations:
             locations[item.mark] = item.shard, len(shard_items)
             shard_items.append(item)
-    # All items have the same size, so their locations are known before they are made.
+    # All items have the same size, so the locations are known before the items are made.
     size = len(torch_bytes(items[0].values()))
 
     def contents(shard_items: list[_Item]) -> Iterator[bytes]:
@@ -218,20 +218,20 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
 
     for shard, shard_items in shards.items():
         mark = _digest(item.mark for item in shard_items)
-        yield Part(f"{folder}/shard_{shard}.bin", mark, partial(contents, shard_items), segments[shard])
+        yield CacheFile(f"{folder}/shard_{shard}.bin", mark, partial(contents, shard_items), segments[shard])
     mark = f"places {_digest(items[number].mark for number in order)}"
-    yield Part(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
+    yield CacheFile(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
 
 
-def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: str) -> Iterator[Part]:
-    """Yield the files with the list of segments. The trainer never opens the listed video files, which do not exist."""
+def _metadata(folder: str, selected_segments: list[Segment], *, num_frames: int, mark: str) -> Iterator[CacheFile]:
+    """Yield the files with the list of segments. The listed video files do not exist; the trainer never opens them."""
     columns = {
-        "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in captioned], pa.list_(pa.string())),
-        "mask_file": pa.nulls(len(captioned)),
-        "caption": pa.array([[segment.caption] for segment in captioned], pa.list_(pa.string())),
-        "ar_bucket": pa.array([[1.0, num_frames]] * len(captioned), pa.list_(pa.float64())),
-        "size_bucket": pa.nulls(len(captioned)),
-        "is_video": pa.array([True] * len(captioned)),
+        "image_spec": pa.array([[None, f"{segment.name}.mp4"] for segment in selected_segments], pa.list_(pa.string())),
+        "mask_file": pa.nulls(len(selected_segments)),
+        "caption": pa.array([[segment.caption] for segment in selected_segments], pa.list_(pa.string())),
+        "ar_bucket": pa.array([[1.0, num_frames]] * len(selected_segments), pa.list_(pa.float64())),
+        "size_bucket": pa.nulls(len(selected_segments)),
+        "is_video": pa.array([True] * len(selected_segments)),
     }
     state: dict[str, Any] = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
@@ -247,15 +247,15 @@ def _metadata(folder: str, captioned: list[Segment], *, num_frames: int, mark: s
             writer.write_table(table)
         return [sink.getvalue().to_pybytes()]
 
-    grouped = f"{folder}/grouped_metadata_1.000_{num_frames}"
+    group_folder = f"{folder}/grouped_metadata_1.000_{num_frames}"
     yield _text_part(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
-    yield _text_part(f"{grouped}/dataset_info.json", "{}")
-    yield _text_part(f"{grouped}/state.json", json.dumps(state))
-    yield Part(f"{grouped}/data-00000-of-00001.arrow", mark, stream)
+    yield _text_part(f"{group_folder}/dataset_info.json", "{}")
+    yield _text_part(f"{group_folder}/state.json", json.dumps(state))
+    yield CacheFile(f"{group_folder}/data-00000-of-00001.arrow", mark, stream)
 
 
-def _text_part(path: str, content: str) -> Part:
-    return Part(path, content, lambda: [content.encode()])
+def _text_part(path: str, content: str) -> CacheFile:
+    return CacheFile(path, content, lambda: [content.encode()])
 
 
 def _digest(marks: Iterable[str]) -> str:

@@ -18,11 +18,11 @@ from clipmill.manifests.publish import TEMPORARY_PREFIX, rename, target_of, temp
 from clipmill.manifests.settings import Checked, Range
 from clipmill.prep.core.request import Data, Json
 
-Progress = Callable[[int, int | None], None]  # function that is called with (number of samples done, total number)
+Progress = Callable[[int, int | None], None]  # function that is called with (samples done, total number of samples)
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Content of an export after a run.
 
     Attributes:
@@ -46,8 +46,8 @@ class ExportKind:
         name: Name of the command.
         flags: Frozen dataclass whose fields are the flags. All fields have defaults.
         writer: Import path `package.module:function` of a function that writes the export. It takes the data folder,
-            the destination, an instance of `flags` and a `Progress`, and returns `Exported`. A rerun must write only
-            changed files, and a killed run must not leave anything that looks like a complete export.
+            the destination, an instance of `flags` and a `Progress`, and returns `ExportResult`. A rerun must write
+            only changed files, and a killed run must not leave anything that looks like a complete export.
         help_text: Help text of the command.
     """
 
@@ -124,9 +124,9 @@ KINDS = (
         "musubi",
         TrainerFlags,
         "clipmill.prep.exports.trainers:write_musubi_cache",
-        """Write latents and texts as a cache for musubi-tuner: Wan, and only the latents for HunyuanVideo and -1.5.
+        """Write a cache for musubi-tuner: latents and texts for Wan, or latents for HunyuanVideo and HunyuanVideo-1.5.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of unchanged segments.
+        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged segments.
 
         Example: prep export musubi cache
 
@@ -141,9 +141,9 @@ KINDS = (
         "finetrainers",
         TrainerFlags,
         "clipmill.prep.exports.trainers:write_finetrainers_data",
-        """Write latents and texts as precomputed data for finetrainers: Wan, LTX-Video and CogVideoX.
+        """Write precomputed data for finetrainers: latents and texts for Wan, LTX-Video and CogVideoX.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of unchanged segments.
+        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged segments.
 
         Example: prep export finetrainers precomputed
 
@@ -158,10 +158,10 @@ KINDS = (
         "diffusion-pipe",
         DiffusionPipeFlags,
         "clipmill.prep.exports.diffusion_pipe:write_diffusion_pipe_cache",
-        """Write latents and texts as a cache for diffusion-pipe: Wan, LTX-Video, and only the latents for HunyuanVideo
-        and -1.5.
+        """Write a cache for diffusion-pipe: latents and texts for Wan and LTX-Video, or latents for HunyuanVideo and
+        HunyuanVideo-1.5.
 
-        Each segment has the first caption that overlaps it. A rerun links the files of unchanged shards.
+        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged shards.
 
         Example: prep export diffusion-pipe dataset
 
@@ -190,10 +190,10 @@ def _command(kind: ExportKind) -> Callable[..., None]:
         from clipmill.prep.core.report import NOTHING_TO_DO, show
         from clipmill.prep.core.work import Report
 
-        exporting = f"exporting to {destination}"
-        with Activity(exporting) as now:
-            write: Callable[..., Exported] = import_object(kind.writer)
-            export = write(require_data_folder(data), destination, flags, now.counter(exporting))
+        title = f"exporting to {destination}"
+        with Activity(title) as activity:
+            write: Callable[..., ExportResult] = import_object(kind.writer)
+            export = write(require_data_folder(data), destination, flags, activity.counter(title))
         lines = [
             f"exported  {count_noun(export.num_written, export.noun)} to {destination}"
             if export.num_written
@@ -212,10 +212,10 @@ for _kind in KINDS:
 
 
 @contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder, which replaces `folder` when the block succeeds. Leftovers of killed runs are removed.
 
-    If `folder` is a link, its target is replaced.
+    If `folder` is a symbolic link, the target of the link is replaced.
     """
     folder = folder.resolve()
     for leftover in folder.parent.glob(f"{TEMPORARY_PREFIX}*"):
@@ -229,9 +229,9 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         os.sync()  # faster than syncing thousands of files one by one
         if folder.exists():
-            old = rename(folder, temporary_path(folder))
+            old_folder = rename(folder, temporary_path(folder))
             rename(temporary, folder)
-            shutil.rmtree(old)
+            shutil.rmtree(old_folder)
         else:
             rename(temporary, folder)
     finally:

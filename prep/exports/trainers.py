@@ -45,7 +45,7 @@ from clipmill.manifests.keys import chunk_key
 from clipmill.manifests.publish import parse_json
 from clipmill.manifests.store import read_captions, read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays
-from clipmill.prep.exports.kinds import Exported, Progress, TrainerFlags, replaced_folder
+from clipmill.prep.exports.kinds import ExportResult, Progress, TrainerFlags, replace_folder
 from clipmill.shards.columns import LATENTS, TEXT, command_for, how_to_make
 
 if TYPE_CHECKING:
@@ -76,25 +76,25 @@ class Segment:
 
 
 class Segments:
-    """The captioned segments of a split. If texts are exported, the caption of a segment must have a stored sequence.
+    """The segments of a split with their captions. If texts are exported, a caption must have a stored sequence.
 
     Args:
-        with_texts: VAE classes whose models use sequences from a T5, so that texts are exported.
+        t5_classes: VAE classes whose models use sequences from a T5. For these classes, texts are exported.
 
     Attributes:
         latents: Column of latents.
         recipe: Recipe of the latents.
         vae_class: Class of the VAE in diffusers.
         has_texts: True if texts are exported.
-        num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence. It is counted
-            during iteration.
-        num_other_split: Number of segments that contain video from other splits. It is counted during iteration.
+        num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence; known after the
+            iteration.
+        num_other_split: Number of segments that contain video from other splits; known after the iteration.
 
     Raises:
         UserError: A column is missing, or does not contain segments or sequences.
     """
 
-    def __init__(self, data_dir: Path, *, split: str, with_texts: Collection[str]) -> None:
+    def __init__(self, data_dir: Path, *, split: str, t5_classes: Collection[str]) -> None:
         self._data_dir, self._split = data_dir, split
         self.latents = ColumnArrays.open(data_dir, LATENTS)
         self.recipe = self.latents.variant.recipe
@@ -104,7 +104,7 @@ class Segments:
                 hint=f"run {how_to_make(LATENTS, data_dir)} with the VAE of a video model",
             )
         self.vae_class, self.num_uncaptioned, self.num_other_split = str(self.recipe["kind"]), 0, 0
-        self.has_texts = self.vae_class in with_texts
+        self.has_texts = self.vae_class in t5_classes
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
                 f"{self.text.variant.directory} has CLIP embeddings, but trainers need sequences", hint=_MAKE_TEXTS
@@ -184,7 +184,7 @@ class Segments:
 
     @property
     def statistics(self) -> tuple[list[float] | None, list[float] | None]:
-        """Mean and standard deviation of each channel for the normalisation; None if latents are not normalised."""
+        """Mean and standard deviation of each channel for normalisation; (None, None) if latents are not normalised."""
         return self.recipe["latents_mean"], self.recipe["latents_std"]
 
     def sequence(self, segment: Segment) -> "torch.Tensor":
@@ -227,13 +227,13 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Part:
+class CacheFile:
     """A file of a cache.
 
     Attributes:
         path: Path within the cache.
         mark: String that changes with the content of the file.
-        content: Function that returns the bytes of the file in pieces.
+        content: Function that returns the bytes of the file in blocks.
         segments: Indices of the segments in the file.
         is_kept: True to link the file from the old folder if its mark is unchanged; False if the trainer may write to
             the file.
@@ -249,66 +249,71 @@ class Part:
 def write_cache(
     destination: Path,
     segments: Segments,
-    parts: Callable[[list[Segment]], Iterable[Part]],
+    make_files: Callable[[list[Segment]], Iterable[CacheFile]],
     *,
     form: str,
     show: Progress,
-    derived: str | None = None,
-) -> Exported:
+    derived_folder: str | None = None,
+) -> ExportResult:
     """Write a cache with all captioned segments, unless `destination` is up to date. Unrelated files are kept.
 
     Args:
-        parts: Function that takes the segments, and returns the files of the cache.
+        make_files: Function that takes the segments, and returns the files of the cache.
         form: Name and version of the format.
         show: Function that is called with (number of segments done, total number of segments).
-        derived: Subfolder with files that the trainer derives from the cache. These files are not kept.
+        derived_folder: Subfolder with files that the trainer derives from the cache. These files are not kept.
 
     Raises:
         UserError: No segment has a caption, or `destination` exists and was not written by prep export.
     """
-    old: dict[str, str] = {}  # digests of the files at `destination`, by path
+    old_digests: dict[str, str] = {}  # digests of the files at `destination`, by path
     if destination.exists():
         try:
             files = parse_json((destination / RECORD_FILE).read_bytes())["files"]
-            old = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
+            old_digests = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f"{destination} exists, but was not written by prep export", hint="remove it, or use a different name"
             ) from None
-    captioned = list(segments)
+    selected_segments = list(segments)
     requirement = "a caption that has a sequence" if segments.has_texts else "a caption"
     left_out = {
         f"segments without {requirement}": segments.num_uncaptioned,
         "segments with seconds of other splits": segments.num_other_split,
     }
-    if not captioned:
+    if not selected_segments:
         make = _MAKE_TEXTS if segments.has_texts else "add captions to the videos"
         raise UserError(f"no segment has {requirement}", hint=f"{make}, or use a different --split")
-    new_parts = list(parts(captioned))
-    record = {part.path: hashlib.sha256(f"{_SCHEMA} {form} {part.mark}".encode()).hexdigest() for part in new_parts}
-    if old == record and all((destination / path).is_file() for path in record):
-        return Exported("segment", len(captioned), 0, left_out)
-    old_paths = {digest: path for path, digest in old.items()}
-    seen: set[int] = set()
+    files_to_write = list(make_files(selected_segments))
+    record = {
+        file.path: hashlib.sha256(f"{_SCHEMA} {form} {file.mark}".encode()).hexdigest() for file in files_to_write
+    }
+    if old_digests == record and all((destination / path).is_file() for path in record):
+        return ExportResult("segment", len(selected_segments), 0, left_out)
+    old_paths = {digest: path for path, digest in old_digests.items()}
+    finished_segments: set[int] = set()
     written_segments: set[int] = set()
-    with replaced_folder(destination) as folder:
-        for part in new_parts:
-            path, source = folder / part.path, old_paths.get(record[part.path]) if part.is_kept else None
+    with replace_folder(destination) as folder:
+        for cache_file in files_to_write:
+            path, source = (
+                folder / cache_file.path,
+                old_paths.get(record[cache_file.path]) if cache_file.is_kept else None,
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             if source is None or not _link(destination / source, path):
                 with path.open("wb") as file:
-                    file.writelines(part.content())
-                written_segments.update(part.segments)
-            seen.update(part.segments)
-            show(len(seen), len(captioned))
+                    file.writelines(cache_file.content())
+                written_segments.update(cache_file.segments)
+            finished_segments.update(cache_file.segments)
+            show(len(finished_segments), len(selected_segments))
         for path in destination.rglob("*"):
             name = path.relative_to(destination)
-            is_unrelated = str(name) not in (*old, *record, RECORD_FILE) and name.parts[0] != derived
+            is_unrelated = str(name) not in (*old_digests, *record, RECORD_FILE) and name.parts[0] != derived_folder
             if is_unrelated and (path.is_file() or path.is_symlink()):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(path, folder / name)
         (folder / RECORD_FILE).write_text(json.dumps({"format": form, "files": record}))
-    return Exported("segment", len(captioned), len(written_segments), left_out)
+    return ExportResult("segment", len(selected_segments), len(written_segments), left_out)
 
 
 def torch_bytes(values: dict[str, Any]) -> bytes:
@@ -333,7 +338,7 @@ def _link(source: Path, path: Path) -> bool:
 
 _FOLDER = "finetrainers-precomputed-data"
 _LOG_VARIANCE = -1e4  # the trainer clips the value to -30 (for Wan, after dividing it by latents_std)
-# VAE class -> name of the entry with the mask of a caption; None if the model uses no mask.
+# VAE class -> name of the entry with the mask of a caption; None for a model without a mask.
 _MODELS = {
     "AutoencoderKLWan": None,
     "AutoencoderKLLTXVideo": "encoder_attention_mask",
@@ -341,29 +346,29 @@ _MODELS = {
 }
 
 
-def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
+def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> ExportResult:
     """Write precomputed data for finetrainers.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or the trainer has no model with this VAE and a T5.
+        UserError: See `Segments` and `write_cache`. Also, if the trainer has no model with this VAE and a T5.
     """
-    segments = Segments(data_dir, split=flags.split, with_texts=_MODELS)
+    segments = Segments(data_dir, split=flags.split, t5_classes=_MODELS)
     if segments.vae_class not in _MODELS:
         raise UserError(
             f"finetrainers has no model with the VAE {segments.vae_class} and the text encoder T5",
             hint=f"use latents from {' or '.join(_MODELS)}",
         )
 
-    def parts(captioned: list[Segment]) -> Iterator[Part]:
-        for number, segment in enumerate(captioned):
+    def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
+        for number, segment in enumerate(selected_segments):
             for name, mark, make in (
                 ("condition", segments.text_mark(segment), _condition),
                 ("latent", segments.latents_mark(segment), _latents),
             ):
                 content = partial(lambda make, segment: [torch_bytes(make(segments, segment))], make, segment)
-                yield Part(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
+                yield CacheFile(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
 
-    return write_cache(destination, segments, parts, form="finetrainers", show=show)
+    return write_cache(destination, segments, make_files, form="finetrainers", show=show)
 
 
 def _latents(segments: Segments, segment: Segment) -> dict[str, Any]:
@@ -399,17 +404,17 @@ _ARCHITECTURES = {
     "AutoencoderKLHunyuanVideo": ("hv", "hunyuan_video", False),
     "AutoencoderKLHunyuanVideo15": ("hv15", "hunyuan_video_1_5", False),
 }
-_WAN_5B = {"channels": 48, "factor": 16}  # properties of the VAE of Wan 2.2 TI2V-5B, which the trainer lacks
-_WITH_T5 = ("AutoencoderKLWan",)
+_WAN_5B = {"channels": 48, "factor": 16}  # VAE of Wan 2.2 TI2V-5B, which the trainer does not support
+_T5_CLASSES = ("AutoencoderKLWan",)
 
 
-def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> Exported:
+def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, show: Progress) -> ExportResult:
     """Write a cache for musubi-tuner.
 
     Raises:
-        UserError: See `Segments` and `write_cache`; or the trainer has no architecture with this VAE.
+        UserError: See `Segments` and `write_cache`. Also, if the trainer has no architecture with this VAE.
     """
-    segments = Segments(data_dir, split=flags.split, with_texts=_WITH_T5)
+    segments = Segments(data_dir, split=flags.split, t5_classes=_T5_CLASSES)
     vae_class, recipe = segments.vae_class, segments.recipe
     if vae_class not in _ARCHITECTURES:
         raise UserError(
@@ -442,15 +447,15 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
             {"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption
         )
 
-    def parts(captioned: list[Segment]) -> Iterator[Part]:
-        for number, segment in enumerate(captioned):
+    def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
+        for number, segment in enumerate(selected_segments):
             name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
-            yield Part(name, segments.latents_mark(segment), partial(latents, segment), (number,))
+            yield CacheFile(name, segments.latents_mark(segment), partial(latents, segment), (number,))
             if segments.has_texts:
                 name = f"{segment.name}_{short}_te.safetensors"
-                yield Part(name, segments.text_mark(segment), partial(text, segment), (number,))
+                yield CacheFile(name, segments.text_mark(segment), partial(text, segment), (number,))
 
-    return write_cache(destination, segments, parts, form=f"musubi {_FORMAT_VERSION}", show=show)
+    return write_cache(destination, segments, make_files, form=f"musubi {_FORMAT_VERSION}", show=show)
 
 
 def _safetensors_file(tensors: dict[str, object], **metadata: str) -> list[bytes]:

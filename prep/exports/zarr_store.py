@@ -1,4 +1,4 @@
-"""Export latents and text embeddings as a Zarr store of segments (VideoDataLoader document, section 2).
+"""Export latents and text embeddings as a Zarr store of segments (section 2 of the VideoDataLoader document).
 
     base_frames [S, F, C, h, w]  float16, latents of S segments with F frames each
     clip_emb [V, D]              float16, one text embedding per video
@@ -25,24 +25,24 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import parse_length
 from clipmill.manifests.store import read_videos
 from clipmill.prep.core.column_arrays import ColumnArrays
-from clipmill.prep.exports.kinds import Exported, Progress, ZarrFlags, replaced_folder
+from clipmill.prep.exports.kinds import ExportResult, Progress, ZarrFlags, replace_folder
 from clipmill.shards.columns import LATENTS, TEXT, how_to_make
 
 FRAMES, EMBEDDINGS, VIDEOS = "base_frames", "clip_emb", "segment_to_video"
-_MARK = "clipmill"  # attribute of a store with the inputs from which it was written
+_MARK = "clipmill"  # name of the store attribute with the inputs from which the store was written
 _SCHEMA = 1
 # Number of segments per write, rounded up to complete chunks. zarr compresses the chunks of a write in parallel.
 _SEGMENTS_AT_ONCE = 64
 _ROWS_AT_ONCE = 1 << 14  # number of rows per chunk in the small arrays
-_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always means that data were lost
+_ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always indicates lost data
 
 
-def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> Exported:
+def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: Progress) -> ExportResult:
     """Write the store, unless the store at `destination` is up to date and complete.
 
     Raises:
-        UserError: zarr is not installed; columns are missing or damaged; latents are not float16 or differ in shape;
-            or `destination` exists, but was not written by `prep export zarr`.
+        UserError: zarr is not installed; a column is missing or damaged; the latents are not float16, or differ in
+            shape; or `destination` exists, but was not written by `prep export zarr`.
     """
     try:
         import zarr
@@ -71,12 +71,12 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     }
     segments = _find_segments(data_dir, latents, text, flags)
     num_segments = len(segments.video)
-    if _mark_at(destination) == mark:
-        return Exported("segment", num_segments, 0, segments.left_out)
-    with replaced_folder(destination) as folder:
+    if _read_mark(destination) == mark:
+        return ExportResult("segment", num_segments, 0, segments.left_out)
+    with replace_folder(destination) as folder:
         store = zarr.open_group(folder, mode="w", zarr_format=2, attributes={_MARK: mark})
         _write(store, segments, latents, flags, show)
-    return Exported("segment", num_segments, num_segments, segments.left_out)
+    return ExportResult("segment", num_segments, num_segments, segments.left_out)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Segments:
         frame: First latent frame of each segment in its chunk, int64 [S].
         video: Row of each segment's video in `embeddings`, int64 [S].
         embeddings: Text embedding of each video, float16 [V, D].
-        left_out: Reason -> number of segments, or of ends of chunks, that are omitted for this reason.
+        left_out: Reason -> number of segments, or of ends of chunks, that were omitted for this reason.
     """
 
     shape: tuple[int, ...]
@@ -145,10 +145,12 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
         UserError: Latents are not float16 or differ in shape, or the segment is not a whole number of frames.
     """
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
-    kinds = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
-    first = kinds[0]
-    if len(kinds) > 1 or first["dtype"] != "float16":
-        shapes = " and ".join(f"{kind['dtype']} {kind['channels']}x{kind['height']}x{kind['width']}" for kind in kinds)
+    layouts = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
+    first = layouts[0]
+    if len(layouts) > 1 or first["dtype"] != "float16":
+        shapes = " and ".join(
+            f"{layout['dtype']} {layout['channels']}x{layout['height']}x{layout['width']}" for layout in layouts
+        )
         raise UserError(
             f"a Zarr store needs float16 latents with the same shape, but {latents.variant.directory} has {shapes}",
             hint="make all latents with the same settings and --dtype float16",
@@ -227,7 +229,7 @@ def _write(store: Any, segments: _Segments, latents: ColumnArrays, flags: ZarrFl
         show(end, num_segments)
 
 
-def _mark_at(destination: Path) -> dict[str, Any] | None:
+def _read_mark(destination: Path) -> dict[str, Any] | None:
     """Return the inputs from which the store at `destination` was written; None if the store or a file is missing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Form batches across chunks: threads decode chunks ahead of the model, and crop the frames.
+"""Form batches across chunks. Threads decode chunks ahead of the model, and crop the frames.
 
     chunk ──► thread: decode, crop ──► one short queue per chunk ──► batches, in the order of the chunks ──► model
 
@@ -25,8 +25,8 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squares, segments_of
 from clipmill.prep.latents.recipe import Encoding
 
-PIECE_FRAMES = 16
-PIECES_AHEAD = 4  # queue length per chunk: all 60 frames of a chunk by default; with a video VAE, four segments
+BLOCK_FRAMES = 16
+BLOCKS_AHEAD = 4  # queue length per chunk: by default, all 60 frames of a chunk; with a video VAE, four segments
 _RETRY_S = 0.2
 
 C = TypeVar("C")
@@ -72,10 +72,10 @@ class ChunkVideo:
 
 
 @dataclass(frozen=True)
-class Piece(Generic[C]):
+class FrameBlock(Generic[C]):
     """Consecutive frames of one chunk: crops, uint8 [N, S, S, 3], or a segment, uint8 [1, F, S, S, 3].
 
-    The last piece of a chunk has no crops, and contains the failure if the chunk failed.
+    The last block of a chunk has no crops. If the chunk failed, this block contains the failure.
     """
 
     chunk: C
@@ -83,27 +83,27 @@ class Piece(Generic[C]):
     failure: SourceFailure | None = None
 
 
-def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_threads: int) -> Iterator[Piece[C]]:
-    """Decode `num_threads` chunks in parallel, and yield the pieces of all chunks in order.
+def decode_blocks(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_threads: int) -> Iterator[FrameBlock[C]]:
+    """Decode `num_threads` chunks in parallel, and yield the blocks of all chunks in order.
 
     Args:
         read: Function that reads a chunk and returns its frames and crops. It may raise SourceFailure.
 
     Raises:
-        Exception: Any other exception that `read` raises.
+        Exception: `read` raised an exception other than SourceFailure.
     """
     queue = iter(chunks)
-    running: deque[_ChunkDecoder[C]] = deque()
+    decoders: deque[_ChunkDecoder[C]] = deque()
     try:
         while True:
-            running.extend(_ChunkDecoder(chunk, read) for chunk in islice(queue, num_threads - len(running)))
-            if not running:
+            decoders.extend(_ChunkDecoder(chunk, read) for chunk in islice(queue, num_threads - len(decoders)))
+            if not decoders:
                 return
-            yield from running[0].pieces()
-            running.popleft()
+            yield from decoders[0].blocks()
+            decoders.popleft()
     finally:
-        for decoding in running:
-            decoding.stop()
+        for decoder in decoders:
+            decoder.stop()
 
 
 class _ChunkDecoder(Generic[C]):
@@ -111,12 +111,12 @@ class _ChunkDecoder(Generic[C]):
 
     def __init__(self, chunk: C, read: Callable[[C], ChunkVideo]) -> None:
         self._chunk, self._read = chunk, read
-        self._queue: Queue[Piece[C] | Exception] = Queue(PIECES_AHEAD)
+        self._queue: Queue[FrameBlock[C] | Exception] = Queue(BLOCKS_AHEAD)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
-    def pieces(self) -> Iterator[Piece[C]]:
+    def blocks(self) -> Iterator[FrameBlock[C]]:
         while True:
             item = self._queue.get()
             if isinstance(item, Exception):
@@ -132,15 +132,15 @@ class _ChunkDecoder(Generic[C]):
     def _run(self) -> None:
         try:
             for crops in crop_frames(self._read(self._chunk)):
-                if not self._put(Piece(self._chunk, crops)):
+                if not self._put(FrameBlock(self._chunk, crops)):
                     return
-            self._put(Piece(self._chunk, None))
+            self._put(FrameBlock(self._chunk, None))
         except SourceFailure as failure:
-            self._put(Piece(self._chunk, None, failure))
+            self._put(FrameBlock(self._chunk, None, failure))
         except Exception as error:  # noqa: BLE001 - raised again by the consumer
             self._put(error)
 
-    def _put(self, item: Piece[C] | Exception) -> bool:
+    def _put(self, item: FrameBlock[C] | Exception) -> bool:
         while not self._is_stopped.is_set():
             with suppress(Full):
                 self._queue.put(item, timeout=_RETRY_S)
@@ -152,11 +152,11 @@ def crop_frames(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
     """Yield the crops of the selected frames.
 
     Yields:
-        Up to PIECE_FRAMES crops, uint8 [N, S, S, 3], or one segment, uint8 [1, F, S, S, 3]. S is the same for all crops
+        Up to BLOCK_FRAMES crops, uint8 [N, S, S, 3], or one segment, uint8 [1, F, S, S, 3]. S is the same for all crops
         of a chunk.
     """
     crops: list[NDArray[np.uint8]] = []
-    size = video.segment_frames if video.is_video else PIECE_FRAMES
+    size = video.segment_frames if video.is_video else BLOCK_FRAMES
     for number, frame in enumerate(_pictures(video)):
         square = video.squares[number // video.segment_frames]
         crops.append(frame[square.top : square.top + square.side, square.left : square.left + square.side])
@@ -185,7 +185,7 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [FrameSelection(chunk.read(), segments.frames)]
-    if segments.has_border and chunk.next is not None:
+    if segments.has_next_frame and chunk.next is not None:
         # The next chunk provides the frame at the first sampling time after this chunk.
         num_shown = len(frames_on_screen(chunk["num_frames"], chunk_fps=chunk.fps, fps=fps))
         offset_s = num_shown / fps - Fraction(chunk.next["start_ms"] - chunk["start_ms"], 1000)
@@ -252,38 +252,38 @@ Encode = Callable[[list[BatchPart[C]]], NDArray[np.float32]]
 
 
 def encode_chunks(
-    pieces: Iterable[Piece[C]],
+    blocks: Iterable[FrameBlock[C]],
     *,
     resize: Callable[[NDArray[np.uint8]], Any],
     encode: Encode[C],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Run the model on the pieces of many chunks, `batch` pictures at a time, and yield the chunks in order.
+    """Run the model on the blocks of many chunks, `batch` pictures at a time, and yield the chunks in order.
 
     Args:
-        pieces: Pieces of one chunk after another; the last piece of each chunk has no crops.
-        resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. The result
-            has the same resolution for all chunks.
+        blocks: Blocks of one chunk after another; the last block of each chunk has no crops.
+        resize: Function that converts crops [N, S, S, 3] to N pictures, or [N, F, S, S, 3] to N segments. The
+            pictures of all chunks have the same resolution.
         encode: Function that returns the latents of the pictures in all parts, concatenated.
     """
     unfinished: deque[_UnfinishedChunk[C]] = deque()
     batch_parts: list[BatchPart[C]] = []
-    for piece in pieces:
+    for block in blocks:
         if not unfinished or unfinished[-1].is_ended:
-            unfinished.append(_UnfinishedChunk(piece.chunk))
+            unfinished.append(_UnfinishedChunk(block.chunk))
         owner = unfinished[-1]
-        if piece.crops is None:
-            owner.is_ended, owner.failure = True, piece.failure
+        if block.crops is None:
+            owner.is_ended, owner.failure = True, block.failure
         else:
-            pictures = resize(piece.crops)
+            pictures = resize(block.crops)
             while len(pictures):
-                room = batch - sum(len(part.pictures) for part in batch_parts)
-                part = BatchPart(owner, owner.num_decoded, pictures[:room])
+                num_free = batch - sum(len(part.pictures) for part in batch_parts)
+                part = BatchPart(owner, owner.num_decoded, pictures[:num_free])
                 batch_parts.append(part)
                 owner.num_decoded += len(part.pictures)
                 owner.num_waiting += len(part.pictures)
-                pictures = pictures[room:]
-                if len(part.pictures) == room:
+                pictures = pictures[num_free:]
+                if len(part.pictures) == num_free:
                     _encode_batch(batch_parts, encode)
                     batch_parts = []
         yield from _pop_complete(unfinished)

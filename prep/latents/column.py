@@ -43,9 +43,10 @@ COLUMN = ColumnSpec(
     request="clipmill.prep.latents.column:LatentsRequest",
     help=f"""Encode frames of the chunks with a VAE, and write the latents to shards.
 
-    The command encodes the chunks of the current video variant. Each run encodes only what is new, changed, missing or
-    damaged. You can run it while `prep {command_for(VIDEO)}` is running; a later run encodes the remaining chunks. Run
-    it again after the chunks have been re-encoded; until then, the existing latents are kept.
+    The command encodes the chunks of the current variant of the column `video`. Each run encodes only chunks that are
+    new, changed, missing or damaged. You can run the command while `prep {command_for(VIDEO)}` is running; a later run
+    encodes the remaining chunks. After the chunks have been re-encoded, run the command again; until then, the existing
+    latents are kept.
 
     Example:
 

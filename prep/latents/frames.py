@@ -1,4 +1,4 @@
-"""Choose the part of a chunk to encode: the frames of its segments, and a square crop for each segment.
+"""Choose what to encode of a chunk: the frames of its segments, and a square crop for each segment.
 
 The crops depend only on the settings, the content of the chunk and the frame size. All randomness comes from
 `generator`.
@@ -21,7 +21,7 @@ _RANDOM_SIDE = (8, 9)
 
 
 def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> list[int]:
-    """Return the indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps, ... seconds."""
+    """Return the indices of the frames that a chunk with `num_frames` frames shows at 0, 1 / fps, 2 / fps, ... s."""
     num_moments = -(-num_frames * fps // chunk_fps)
     return [int(moment * chunk_fps // fps) for moment in range(num_moments)]
 
@@ -32,19 +32,19 @@ class SegmentFrames:
 
     Attributes:
         frames: Index of each frame in the chunk, ascending. A frame on the boundary of two segments occurs in both.
-        has_border: True if the last segment ends with a frame of the next chunk.
-        num_repeated: Number of repetitions of the last frame that complete the last segment.
-        lengths: Number of real frames in each segment; the remaining frames of a segment are repetitions.
+        has_next_frame: True if the last segment ends with a frame of the next chunk.
+        num_repeated: Number of copies of the last frame that complete the last segment.
+        lengths: Number of distinct frames in each segment. All other frames of a segment are copies of the last one.
     """
 
     frames: list[int]
-    has_border: bool = False
+    has_next_frame: bool = False
     num_repeated: int = 0
     lengths: tuple[int, ...] = ()
 
 
-def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
-    """Divide the frames `shown` of a chunk (`frames_on_screen`) into segments for a video VAE.
+def video_segments(sampled_frames: list[int], *, segment_frames: int, has_next: bool, tail: str) -> SegmentFrames:
+    """Divide frames of a chunk (the result of `frames_on_screen`) into segments for a video VAE.
 
     Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next segment.
     At the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an
@@ -52,32 +52,32 @@ def video_segments(shown: list[int], *, segment_frames: int, has_next: bool, tai
     chunk, an incomplete segment is omitted.
     """
     step = segment_frames - 1
-    count, rest = divmod(len(shown), step)
-    has_border = has_next and count > 0 and rest == 0
+    count, remainder = divmod(len(sampled_frames), step)
+    has_next_frame = has_next and count > 0 and remainder == 0
     if not has_next and tail == "repeat":
-        count += rest > 1 or not count  # a single remaining frame already ends the previous segment
-    elif not has_next and rest == 0:
+        count += remainder > 1 or not count  # a single remaining frame already ends the previous segment
+    elif not has_next and remainder == 0:
         count = max(0, count - 1)
-    parts = [shown[begin : begin + segment_frames] for begin in range(0, count * step, step)]
+    parts = [sampled_frames[begin : begin + segment_frames] for begin in range(0, count * step, step)]
     lengths = [len(part) for part in parts]
-    if has_border:
+    if has_next_frame:
         lengths[-1] += 1
     num_repeated = segment_frames - lengths[-1] if lengths else 0
-    return SegmentFrames([frame for part in parts for frame in part], has_border, num_repeated, tuple(lengths))
+    return SegmentFrames([frame for part in parts for frame in part], has_next_frame, num_repeated, tuple(lengths))
 
 
 def segments_of(length: ChunkLength, encoding: Encoding) -> SegmentFrames:
     """Return the frames of a chunk to encode. An image VAE encodes every frame at the sampling rate."""
-    shown = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
+    sampled_frames = frames_on_screen(length.num_frames, chunk_fps=length.fps, fps=encoding.settings.fps_exact)
     if not encoding.is_video:
-        return SegmentFrames(shown)
+        return SegmentFrames(sampled_frames)
     return video_segments(
-        shown, segment_frames=encoding.segment_frames, has_next=length.has_next, tail=encoding.settings.tail
+        sampled_frames, segment_frames=encoding.segment_frames, has_next=length.has_next, tail=encoding.settings.tail
     )
 
 
 def has_segment(recipe: Recipe[LatentsSettings], length: ChunkLength) -> bool:
-    """Return True if any part of a chunk is encoded. A video VAE encodes only complete segments."""
+    """Return True if at least one frame of a chunk is encoded. A video VAE encodes only complete segments."""
     encoding = Encoding.from_recipe(recipe)
     return not encoding.is_video or bool(segments_of(length, encoding).lengths)
 
@@ -103,11 +103,11 @@ def segment_squares(
     Raises:
         SourceFailure: frames_differ, if an exact crop is larger than the frames.
     """
-    short = min(width, height)
+    short_side_px = min(width, height)
     if settings.crop == "centre":
-        return [Square((width - short) // 2, (height - short) // 2, short)] * num_segments
-    side = settings.size if settings.crop == "exact" else max(1, short * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
-    if side > short:
+        return [Square((width - short_side_px) // 2, (height - short_side_px) // 2, short_side_px)] * num_segments
+    side = settings.size if settings.crop == "exact" else max(1, short_side_px * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
+    if side > short_side_px:
         message = f"the frames have {width} x {height} pixels, but --crop exact needs {side}; --crop random resizes"
         raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
     squares = []
@@ -119,7 +119,7 @@ def segment_squares(
 
 
 def generator(seed: int, content: str, purpose: str) -> np.random.Generator:
-    """Return a random generator that depends only on these values."""
+    """Return a random generator that depends only on the arguments."""
     digest = hashlib.blake2b(f"{seed}/{content}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 

@@ -27,7 +27,7 @@ _FPS = Range(Fraction(1, 60), 240, hint="use --fps 1/60 to 240")  # type: ignore
 _FRAMES = re.compile(r"([1-9]\d{0,5})f", re.ASCII)
 _VAE = ("channels", "factor", "scaling_factor", "shift_factor")
 _STATISTICS = ("latents_mean", "latents_std")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
+_INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9.]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class LatentsSettings(Checked):
 
 @dataclass(frozen=True)
 class Encoding:
-    """The conversion of pictures to latents: the settings of `prep latents`, and the VAE that they select."""
+    """The conversion of pictures to latents: the settings of `prep latents`, and the selected VAE."""
 
     settings: LatentsSettings
     vae: Vae
@@ -185,10 +185,10 @@ class Encoding:
         return batch if self.latent_frames is None else max(1, batch // self.segment_frames)
 
     def require_consistency(self) -> None:
-        """Check that the VAE supports the settings: number of frames, tiles, samples from the posterior, size.
+        """Check that the VAE supports the settings: segment length, tiling, sampling from the posterior, and size.
 
         Raises:
-            UserError: The VAE does not support the settings, or has no statistics to normalise such long segments.
+            UserError: The VAE does not support the settings, or lacks the statistics to normalise such long segments.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -201,14 +201,14 @@ class Encoding:
                 raise UserError(
                     f"{vae.kind} encodes segments of {step}k + 1 frames, but --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
-                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} of them",
+                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} segments",
                 )
-            num_known = len(vae.latents_mean or ()) // vae.channels
-            if num_known > 1 and (self.latent_frames or 0) > num_known and vae.temporal_factor is not None:
+            num_entries = len(vae.latents_mean or ()) // vae.channels
+            if num_entries > 1 and (self.latent_frames or 0) > num_entries and vae.temporal_factor is not None:
                 raise UserError(
-                    f"{vae.name} has statistics for {num_known} latent frames, but --segment {self.settings.segment}"
+                    f"{vae.name} has statistics for {num_entries} latent frames, but --segment {self.settings.segment}"
                     f" has {self.latent_frames}",
-                    hint=f"use --segment {(num_known - 1) * vae.temporal_factor + 1}f or less",
+                    hint=f"use --segment {(num_entries - 1) * vae.temporal_factor + 1}f or less",
                 )
         if self.settings.tiling and not self.vae.row.can_tile:
             raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
@@ -219,14 +219,14 @@ class Encoding:
         if self.settings.size % self.vae.factor:
             raise UserError(
                 f"--size {self.settings.size} is not a multiple of the VAE's downsampling factor, {self.vae.factor}",
-                hint=f"use {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
+                hint=f"use --size {self.settings.size // self.vae.factor * self.vae.factor or self.vae.factor}",
             )
 
 
 def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
-    """Find the VAE; return the settings with its folder, and the values that settings and VAE add to the recipe.
+    """Find the VAE; return the settings with the VAE's source, and the values to add to the recipe.
 
-    The values of settings that cannot affect the bytes are null, for example the seed if nothing is random.
+    If a setting cannot affect the bytes, its value is null; for example, the seed is null if nothing is random.
 
     Raises:
         UserError: The VAE does not exist, or does not support the settings.
@@ -255,7 +255,7 @@ def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]
 
 
 def local_weights(recipe: Recipe[LatentsSettings]) -> str | None:
-    """Return the absolute path of a VAE in a folder on this machine; None for any other VAE."""
+    """Return the absolute path of the VAE if --vae is a folder on this machine; None otherwise."""
     source = recipe.settings.vae
     return source if source != recipe.values["vae"] else None
 
@@ -263,13 +263,13 @@ def local_weights(recipe: Recipe[LatentsSettings]) -> str | None:
 def variant_name(recipe: Recipe[LatentsSettings]) -> str:
     """Return the readable part of the variant's name: the name of the VAE and the main settings."""
     settings = recipe.settings
-    vae = _NOT_IN_A_NAME.sub("-", recipe.values["vae"].rpartition("/")[2]).strip("-.") or "vae"
+    vae = _INVALID_CHARACTERS.sub("-", recipe.values["vae"].rpartition("/")[2]).strip("-.") or "vae"
     fps = settings.fps.replace("/", "-")
     return f"{vae}-{settings.size}px-{fps}fps-{settings.crop}-{settings.posterior}"
 
 
 def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
-    """Return the VAE that a recipe describes. Its folder is unknown.
+    """Return the VAE that a recipe describes, without its folder.
 
     Args:
         values: Content of recipe.json.
@@ -284,4 +284,4 @@ def vae_of(values: Mapping[str, Any], *, source: str) -> Vae:
         vae_values |= {name: tuple(vae_values[name]) for name in _STATISTICS if vae_values.get(name) is not None}
         return Vae(name=values["vae"], source=source, directory=None, sha256=values["vae_sha256"], **vae_values)
     except KeyError as error:
-        raise UserError(f"the recipe lacks {error}", hint="run `prep latents` again to rewrite it") from None
+        raise UserError(f"the recipe lacks {error}", hint="run `prep latents` again to rewrite the recipe") from None

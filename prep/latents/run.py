@@ -1,4 +1,4 @@
-"""The parts of `latents` that run in the driver: worker resources, a trial for the estimate, and reports."""
+"""The code of `latents` that runs in the driver: worker resources, a trial for the estimate, and reports."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from clipmill.prep.core.plan import disk_use, with_work
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.engines.choice import count_gpus, num_cores, threads_per_worker
-from clipmill.prep.latents.batches import PIECES_AHEAD, crop_frames, read_chunk_video
+from clipmill.prep.latents.batches import BLOCKS_AHEAD, crop_frames, read_chunk_video
 from clipmill.prep.latents.column import LatentsRequest
 from clipmill.prep.latents.frames import segments_of
 from clipmill.prep.latents.recipe import LATENTS, Encoding, LatentsSettings
@@ -36,7 +36,7 @@ from clipmill.shards.opening import Damaged
 _WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
 _MARGIN = 1.2
 _SPREAD = 1.3  # factor between estimate and limits: chunks and machines vary, and a trial measures only one chunk
-_SECOND = 1 / 3600
+_MIN_HOURS = 1 / 3600  # one second
 _CPU_FRAMES, _GPU_FRAMES = 2, 16
 _BYTES_PER_NUMBER = 2
 
@@ -90,12 +90,12 @@ class FrameCost:
         """Return a lower and an upper estimate of the hours that encoding takes on this machine."""
         hours = num_frames * self.frame_s / 3600 / self.num_workers
         load = os.getloadavg()[0] if self.device == "cpu" else 0.0
-        least, most = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
-        return max(least, _SECOND), max(most, _SECOND)
+        lower, upper = hours / _SPREAD, hours * _SPREAD * (self.num_workers + load) / self.num_workers
+        return max(lower, _MIN_HOURS), max(upper, _MIN_HOURS)
 
 
 def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | None:
-    """Measure the cost of encoding a few frames or a segment; None if the chunk or the model cannot be read.
+    """Measure the cost of encoding a few frames, or one segment; return None if the chunk or the model cannot be read.
 
     The reason is not reported here: the run reports it.
 
@@ -113,21 +113,21 @@ def run_trial(plan: ChunksPlan, *, num_gpus: int | None = None) -> FrameCost | N
             crops = next(_crops(plan, encoding))[: _GPU_FRAMES if num_gpus else _CPU_FRAMES]
             num_frames = encoding.segment_frames if is_video else len(crops)
             noise = np.zeros((len(crops), *encoding.unit_shape), np.float32)
-            noise_or_none = noise if settings.posterior == "sample" else None
+            posterior_noise = noise if settings.posterior == "sample" else None
             pictures = encoder.resize(crops, size=settings.size)
             if not is_video:  # warm up memory and kernels; in a segment, the first frames do this
                 encoder.encode([pictures[:1]], noise=None)
-            # Measure decoding and encoding separately: a complete piece is decoded, but only a few frames are encoded.
+            # Measure decoding and encoding separately: a complete block is decoded, but only a few frames are encoded.
             begin_s = time.monotonic()
-            pieces: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
-            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(pieces[0]))
+            blocks: list[NDArray[np.uint8]] = list(islice(_crops(plan, encoding), 1))
+            decode_s = (time.monotonic() - begin_s) / (num_frames if is_video else len(blocks[0]))
             begin_s = time.monotonic()
-            encoder.encode([encoder.resize(crops, size=settings.size)], noise=noise_or_none)
+            encoder.encode([encoder.resize(crops, size=settings.size)], noise=posterior_noise)
             encode_s = (time.monotonic() - begin_s) / num_frames
     except (UserError, SourceFailure, Damaged, MemoryError, OSError, StopIteration):
         return None
-    waiting_bytes = 0 if num_gpus else PIECES_AHEAD * crops.nbytes
-    segment_bytes = encoder.peak_bytes + waiting_bytes if is_video else None
+    queue_bytes = 0 if num_gpus else BLOCKS_AHEAD * crops.nbytes
+    segment_bytes = encoder.peak_bytes + queue_bytes if is_video else None
     return FrameCost(device, decode_s + encode_s, num_gpus or num_cores(), segment_bytes)
 
 
@@ -158,7 +158,7 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Amount of video that is encoded and, for a video VAE, the amount outside of all segments.
+    """Amount of video that is encoded. For a video VAE, also the amount that is outside of all segments.
 
     Attributes:
         num_frames: Number of frames to encode; an upper limit, because unchanged chunks of a changed shard are copied.
@@ -204,24 +204,24 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
     settings = encoding.settings
     (longest_s, has_next), fps, step = max(lengths), settings.fps_exact, encoding.vae.frames_step
     # The last segment of a video lacks the frame at its end, because there is no next chunk.
-    most = (int(longest_s * fps) - (not has_next)) // step * step + 1
-    longer = f"make longer chunks: prep {command_for(VIDEO, plan.recipe.values[VIDEO])} --len"
+    limit = (int(longest_s * fps) - (not has_next)) // step * step + 1
+    remedy = f"make longer chunks: prep {command_for(VIDEO, plan.recipe.values[VIDEO])} --len"
     raise UserError(
-        f"no chunk is long enough for a segment: --segment {settings.segment} at {settings.fps} fps has"
-        f" {count_noun(encoding.segment_frames, 'frame')} ({float(encoding.segment_step / fps):g} s, and the frame that"
-        f" follows), but the longest chunk has {float(longest_s):g} s"
-        f"{'' if has_next else ', and is the last chunk of its video'}",
-        hint=f"use --segment {most}f or less, or {longer}" if most > step else f"use a higher --fps, or {longer}",
+        f"no chunk is long enough for a segment: --segment {settings.segment} at {settings.fps} fps is"
+        f" {count_noun(encoding.segment_frames, 'frame')} long ({float(encoding.segment_step / fps):g} s and the next"
+        f" frame), but the longest chunk is {float(longest_s):g} s long"
+        f"{'' if has_next else ', and it is the last chunk of its video'}",
+        hint=f"use --segment {limit}f or less, or {remedy}" if limit > step else f"use a higher --fps, or {remedy}",
     )
 
 
 def estimate(plan: ChunksPlan) -> Addition:
     """Estimate the cost of a plan, and describe how chunks are divided into segments."""
     encoding = Encoding.from_recipe(plan.recipe)
-    todo = measure_coverage((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
-    total = measure_coverage(plan.chunk_shards.values(), encoding)
-    num_frames = todo.num_frames
-    size_bytes = todo.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
+    pending = measure_coverage((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
+    coverage = measure_coverage(plan.chunk_shards.values(), encoding)
+    num_frames = pending.num_frames
+    size_bytes = pending.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
     trial = run_trial(plan) if num_frames else None
     added_bytes = (float(size_bytes), float(size_bytes))
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
@@ -233,7 +233,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     trial_values: dict[str, Any] = {}
     if trial is not None:
         trial_values = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
-    segments = {"num_segments": todo.num_units, "left_out_s": float(total.omitted_s)}
+    segments = {"num_segments": pending.num_units, "left_out_s": float(coverage.omitted_s)}
     values = {
         "segments": segments if encoding.is_video else None,
         "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **trial_values},
@@ -248,18 +248,18 @@ def estimate(plan: ChunksPlan) -> Addition:
         f"segments {encoding.segment_frames} frames at {settings.fps} fps, {float(seconds):g} s, become"
         f" {encoding.latent_frames} latent frames; a chunk of {float(length):g} s holds {length // seconds}"
     ]
-    segment_lines += [f"         {text}" for text in _omission_texts(total, settings)]
+    segment_lines += [f"         {text}" for text in _omission_texts(coverage, settings)]
     return Addition(lines, values, segment_lines)
 
 
-def left_out_lines(plan: ChunksPlan) -> list[str]:
-    """Return lines about the part of a plan that is outside of all segments; empty if every frame is in a segment."""
+def omission_lines(plan: ChunksPlan) -> list[str]:
+    """Describe the video of a plan that is outside of all segments; return [] if every frame is in a segment."""
     encoding = Encoding.from_recipe(plan.recipe)
     return _omission_texts(measure_coverage(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
 def _omission_texts(coverage: Coverage, settings: LatentsSettings) -> list[str]:
-    """Return texts about the part of the chunks outside of all segments; empty if every frame is in a segment."""
+    """Describe the video that is outside of all segments; return [] if every frame is in a segment."""
     texts = []
     if coverage.omitted_s:
         texts.append(
@@ -272,9 +272,9 @@ def _omission_texts(coverage: Coverage, settings: LatentsSettings) -> list[str]:
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Describe the VAE of a run, and the part of the complete plan that is outside of all segments."""
+    """Describe the VAE of a run, and the video of the complete plan that is outside of all segments."""
     encoding = Encoding.from_recipe(plan.recipe)
     coverage = measure_coverage(plan.chunk_shards.values(), encoding)
-    left_out = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}
+    omitted = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}
     lines = [f"left out {text}" for text in _omission_texts(coverage, encoding.settings)]
-    return Addition(lines, {"vae": encoding.settings.vae, "left_out": left_out})
+    return Addition(lines, {"vae": encoding.settings.vae, "left_out": omitted})

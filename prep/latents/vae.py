@@ -23,7 +23,7 @@ _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoder of a VAE. Only one thread may use it, because some models keep state while they encode.
+    """The encoder of a VAE. It is not thread-safe, because some models keep state while they encode.
 
     Args:
         model: diffusers model whose class is listed in `clipmill.prep.latents.weights`.
@@ -33,7 +33,7 @@ class Encoder:
         import torch
 
         vae, settings = encoding.vae, encoding.settings
-        model.decoder = None  # it is not needed, and larger than the encoder
+        model.decoder = None  # the decoder is not needed, and is larger than the encoder
         if settings.tiling:
             model.enable_tiling()
         if settings.slicing:
@@ -74,7 +74,7 @@ class Encoder:
 
         Raises:
             MemoryError: The GPU does not have enough memory for the batch.
-            UserError: The VAE did not encode all frames.
+            UserError: The latents do not have the shape that the configuration implies.
         """
         import torch
 
@@ -120,7 +120,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers imports xformers if it is installed. The warnings of xformers are irrelevant: it is not used here.
+    # If xformers is installed, diffusers imports it. The VAE does not use xformers, so hide its warnings.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
@@ -150,7 +150,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
 
 
 def tiny_vae() -> Any:
-    """Return the small VAE with seeded random weights. NumPy draws them, so they are the same on every machine."""
+    """Return the small VAE with seeded random weights. NumPy draws the weights, so they are equal on every machine."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -162,8 +162,8 @@ def tiny_vae() -> Any:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.ndim > 1:
-                drawn = generator(0, name, "tiny").standard_normal(parameter.shape, dtype=np.float32)
-                parameter.copy_(torch.from_numpy(drawn * np.float32(parameter[0].numel() ** -0.5)))
+                values = generator(0, name, "tiny").standard_normal(parameter.shape, dtype=np.float32)
+                parameter.copy_(torch.from_numpy(values * np.float32(parameter[0].numel() ** -0.5)))
             else:
                 parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return model

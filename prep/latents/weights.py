@@ -1,4 +1,4 @@
-"""Supported VAE classes, and the files of a VAE: finding them, hashing the weights, reading the configuration.
+"""Supported VAE classes. Functions that find the files of a VAE, hash its weights, and read its configuration.
 
 The defaults of the classes equal the defaults in diffusers, because configurations on the Hugging Face Hub lack entries
 that were added later. Downsampling factors include patching. This module does not import torch.
@@ -24,13 +24,14 @@ class VaeClass:
     """Properties of a VAE class in diffusers.
 
     Attributes:
-        channels: Name of the configuration entry with the number of latent channels, and its default.
-        spatial: Function from the configuration to the factor by which width and height are downsampled.
-        temporal: Function from the configuration to the factor by which the frames after the first are downsampled;
+        channels: Name of the configuration entry with the number of latent channels, and the default number.
+        spatial: Function that takes the configuration and returns the downsampling factor of width and height.
+        temporal: Function that takes the configuration and returns the downsampling factor of all frames but the first;
             None for an image VAE, which encodes frame by frame.
         frames_step: Segments have k x frames_step + 1 frames; None if the step is the temporal factor.
-        in_channels: Function from the configuration to the number of input channels of the encoder for RGB pictures.
-        scaling_factor: Default of the configuration entry with this name.
+        in_channels: Function that takes the configuration and returns the number of input channels of the encoder for
+            RGB pictures.
+        scaling_factor: Default of the configuration entry `scaling_factor`.
         statistics: Location of the mean and standard deviation of each channel, which normalise the latents: the
             configuration, or tensors in the weights file; None if latents are scaled by a single factor.
         has_posterior: True if the encoder returns a distribution to sample from; False if it returns the latents.
@@ -62,13 +63,13 @@ def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], i
     """Return a function that computes a factor of LTX: `entry`, or the patch size times 2 for each halving block."""
 
     def factor(config: Config) -> int:
-        halving = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
-        return int(config.get(entry) or config.get(patch, patch_size) * 2**halving)
+        num_halvings = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
+        return int(config.get(entry) or config.get(patch, patch_size) * 2**num_halvings)
 
     return factor
 
 
-IN_CONFIG, IN_WEIGHTS = "configuration", "weights"
+CONFIGURATION, WEIGHTS = "configuration", "weights"
 
 CLASSES = {
     row.name: row
@@ -85,14 +86,14 @@ CLASSES = {
             spatial=lambda config: _block_factor("dim_mult", 3)(config) * _entry_factor("patch_size", 1)(config),
             temporal=lambda config: 2 ** sum(config.get("temperal_downsample", (False, True, True))),
             in_channels=lambda config: 3 * _entry_factor("patch_size", 1)(config) ** 2,
-            statistics=IN_CONFIG,
+            statistics=CONFIGURATION,
         ),
         VaeClass(
             name="AutoencoderKLLTXVideo",
             channels=("latent_channels", 128),
             spatial=_ltx_factor("spatial_compression_ratio", "patch_size", 4),
             temporal=_ltx_factor("temporal_compression_ratio", "patch_size_t", 1),
-            statistics=IN_WEIGHTS,
+            statistics=WEIGHTS,
         ),
         VaeClass(
             name="AutoencoderKLHunyuanVideo",
@@ -122,7 +123,7 @@ CLASSES = {
             channels=("latent_channels", 16),
             spatial=_entry_factor("spatial_compression_ratio", 8),
             temporal=_entry_factor("temporal_compression_ratio", 8),
-            statistics=IN_CONFIG,
+            statistics=CONFIGURATION,
             has_posterior=False,
             can_tile=False,
         ),
@@ -130,12 +131,12 @@ CLASSES = {
 }
 
 
-TINY = "tiny"  # the small VAE with seeded weights; needs no download
+TINY = "tiny"  # name of the small VAE with seeded weights, which needs no download
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 IMAGE_CLASS = "AutoencoderKL"
-_PIECE_BYTES = 1 << 20
-_SUGGESTION = "use a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+_BLOCK_BYTES = 1 << 20
+_HINT = "use a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
 _FILES = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
 _STATISTICS = ("latents_mean", "latents_std")
 
@@ -161,9 +162,9 @@ class Vae:
     """A VAE, as returned by `find_vae` or described by a recipe.
 
     Attributes:
-        name: Name as passed by the user; for a folder, only its last component, because moving a folder does not change
-            the weights.
-        source: Name, or absolute path of a folder, with which other machines find the VAE.
+        name: Name that the user passed. For a folder, only the last component of its path, because moving a folder does
+            not change the weights.
+        source: Name or absolute path by which other machines find the VAE.
         directory: Folder of the files; None for `tiny`, or if only the recipe is known.
         sha256: Hash of the configuration and the weights.
         channels: Number of latent channels.
@@ -205,7 +206,8 @@ def find_vae(name: str) -> Vae:
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: The VAE does not exist, has no class in CLASSES, no safetensors weights, or does not take RGB input.
+        UserError: The VAE does not exist, its class is not in CLASSES, it has no safetensors weights, or it does not
+            take RGB input.
     """
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -214,14 +216,14 @@ def find_vae(name: str) -> Vae:
     try:
         config = parse_json(config_path.read_bytes())
     except OSError as error:
-        raise UserError(f"{config_path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+        raise UserError(f"{config_path} cannot be read: {error.strerror}", hint=_HINT) from None
     except ValueError as error:
-        raise UserError(f"{config_path} is damaged: {error}", hint=_SUGGESTION) from None
+        raise UserError(f"{config_path} is damaged: {error}", hint=_HINT) from None
     kind = config.get("_class_name") if isinstance(config, dict) else None
     if kind not in CLASSES:
         raise UserError(
             f"{config_path} describes {kind or 'no model'}, which is not a supported VAE",
-            hint=f"{_SUGGESTION}; supported diffusers classes: {', '.join(CLASSES)}",
+            hint=f"{_HINT}; supported diffusers classes: {', '.join(CLASSES)}",
         )
     weights = directory / WEIGHTS_FILE
     if not weights.is_file():
@@ -232,10 +234,10 @@ def find_vae(name: str) -> Vae:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     try:
         with weights.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
     except OSError as error:
-        raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+        raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_HINT) from None
     # Detect a file without an encoder here, before workers start and load the weights.
     try:
         from safetensors import SafetensorError, safe_open
@@ -247,7 +249,7 @@ def find_vae(name: str) -> Vae:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{weights} is damaged: {error}", hint="download or save the weights again") from None
     if not is_vae:
-        raise UserError(f"{weights} does not contain a VAE encoder", hint=_SUGGESTION)
+        raise UserError(f"{weights} does not contain a VAE encoder", hint=_HINT)
     if not Path(name).expanduser().is_dir():
         return _make_vae(name, name, directory, digest.hexdigest(), config)
     short_name = f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
@@ -265,7 +267,7 @@ def vae_folder(name: str) -> Path | None:
 
 def _find_folders(name: str) -> tuple[Path, Path]:
     """Return the folder of a model, and the folder with the files of its VAE."""
-    folder = model_folder(name, files=_FILES, what="VAE", flag="--vae", hint=_SUGGESTION)
+    folder = model_folder(name, files=_FILES, what="VAE", flag="--vae", hint=_HINT)
     return folder, folder / "vae" if (folder / "vae" / CONFIG_FILE).is_file() else folder
 
 
@@ -277,7 +279,7 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
     """
     row = CLASSES[config["_class_name"]]
     if (channels := config.get("in_channels", 3)) != row.in_channels(config):
-        raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_SUGGESTION)
+        raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_HINT)
     shift = config.get("shift_factor")
     try:
         entry, default = row.channels
@@ -302,18 +304,18 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
             latents_std=std,
         )
     except (TypeError, ValueError) as error:
-        raise UserError(f"the configuration of the VAE {name} is damaged: {error}", hint=_SUGGESTION) from None
+        raise UserError(f"the configuration of the VAE {name} is damaged: {error}", hint=_HINT) from None
 
 
 def _statistics(
     row: VaeClass, config: dict[str, Any], directory: Path | None, *, num_channels: int
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     """Return the mean and standard deviation that normalise latents; ValueError if they are missing or inconsistent."""
-    if row.statistics == IN_CONFIG:
+    if row.statistics == CONFIGURATION:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:
             return None, None  # the configuration explicitly has no statistics
-    elif row.statistics == IN_WEIGHTS and directory is not None:
+    elif row.statistics == WEIGHTS and directory is not None:
         from safetensors import safe_open
 
         with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:

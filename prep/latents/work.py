@@ -19,7 +19,7 @@ WORK = ChunkWork(
     on_plan=import_late("clipmill.prep.latents.run:require_segments"),
     estimate=import_late("clipmill.prep.latents.run:estimate"),
     summary=import_late("clipmill.prep.latents.run:summary"),
-    left_out=import_late("clipmill.prep.latents.run:left_out_lines"),
+    left_out=import_late("clipmill.prep.latents.run:omission_lines"),
     next_command=lambda data: [
         *("train", "dual-encoder" if num_captions_of(data) else "mae", "--shards", str(data)),
         *("--input", "latents", "--out", "runs/latents"),

@@ -1,4 +1,4 @@
-"""Encode the chunks of one shard in a worker and make their samples; check samples for `prep verify --deep`.
+"""Encode the chunks of one shard in a worker, make their samples, and check samples for `prep verify --deep`.
 
 Chunks are decoded ahead of the model, and batches span several chunks. Latents are stored as float16, or as the bits of
 bfloat16 in uint16, because npy has no bfloat16.
@@ -22,8 +22,8 @@ from clipmill.prep.engines import worker_threads
 from clipmill.prep.latents.batches import (
     BatchPart,
     chunk_squares,
+    decode_blocks,
     encode_chunks,
-    pieces_in_order,
     read_chunk_video,
 )
 from clipmill.prep.latents.frames import flatten_squares, generator, segments_of
@@ -83,7 +83,7 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
 
     read = partial(read_chunk_video, encoding=encoding)
     for encoded in encode_chunks(
-        pieces_in_order(chunks, read=read, num_threads=num_threads),
+        decode_blocks(chunks, read=read, num_threads=num_threads),
         resize=partial(encoder.resize, size=settings.size),
         encode=encode,
         batch=encoding.units_per_batch(options.batch),
@@ -142,10 +142,10 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Load the array of a sample and compare it with its index row."""
-    num_frames, *picture = (row[name] for name in ("num_frames", "channels", "height", "width"))
-    shape = (num_frames, *picture)
+    num_frames, *picture_shape = (row[name] for name in ("num_frames", "channels", "height", "width"))
+    shape = (num_frames, *picture_shape)
     if num_segments := len(row["source_frames"]):
-        shape = (num_segments, picture[0], num_frames // num_segments, *picture[1:])
+        shape = (num_segments, picture_shape[0], num_frames // num_segments, *picture_shape[1:])
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:
@@ -158,5 +158,5 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     if array.shape != shape or array.dtype.str != _STORED_DTYPES.get(row["dtype"]):
         message = f"{extension} is {array.dtype} {array.shape}, but {row['dtype']} {shape} in the index"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, message)], 0)
-    not_finite = (DeepCode.ARRAY_DIFFERS, f"{extension} contains non-finite values")
-    return CheckedSample([] if is_finite(array) else [not_finite], len(array))
+    problem = (DeepCode.ARRAY_DIFFERS, f"{extension} contains non-finite values")
+    return CheckedSample([] if is_finite(array) else [problem], len(array))

@@ -32,9 +32,9 @@ COLUMN = ColumnSpec(
     help="""
     Score the chunks: motion, sharpness, brightness, black and frozen frames, bars, cuts, speech, perceptual hash.
 
-    The command scores the chunks of the current variant of video. A further run scores only chunks that are new,
-    changed, missing or damaged. Run it again after the chunks have been re-encoded; until then, the existing scores are
-    kept.
+    The command scores the chunks of the current variant of the column `video`. Each run scores only chunks that are
+    new, changed, missing or damaged. After the chunks have been re-encoded, run the command again; until then, the
+    existing scores are kept.
 
     Example:
 

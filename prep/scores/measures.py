@@ -1,4 +1,4 @@
-"""Measures from which the scores of a chunk are computed: motion, cuts, focus, black, frozen, bars, hash, speech.
+"""Measures for the scores of a chunk: motion, cuts, focus, black and frozen frames, bars, perceptual hash, speech.
 
 These frames of a chunk are analysed:
 
@@ -52,7 +52,7 @@ from scenedetect.scene_manager import compute_downscale_factor
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.format import PACKET_REFERENCE
 
-SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second, the distance of P frames with the GOP layout comb
+SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second, the distance of P frames in the GOP layout `comb`
 NEIGHBOUR_STEP_S = Fraction(1, 10)  # long enough for a new frame, even in a source with 10 frames per second
 SMALL_SIDE_PX = 128  # longer side of small luma
 Luma = NDArray[np.uint8]  # [H, W]
@@ -84,16 +84,16 @@ def choose_frames(
 ) -> FrameChoice:
     """Choose the frames of a chunk to analyse, from its packet table (clipmill.shards.format.VIDEO_FIELDS).
 
-    The sample that follows a sample is the last reference frame within SAMPLE_STEP_S. If there is none, it is the first
-    reference frame within twice that time. If there is none either, it is the frame after SAMPLE_STEP_S, even if
-    decoding it is expensive.
+    The sample after a given sample is the last reference frame within SAMPLE_STEP_S. If no reference frame is that
+    close, the next sample is the first reference frame within twice SAMPLE_STEP_S. Otherwise, it is the frame after
+    SAMPLE_STEP_S, even if decoding that frame is expensive.
     """
     step = max(1, int(SAMPLE_STEP_S * fps))
     references = sorted(
         frame for frame, flags in zip(packet_frame, packet_flags, strict=True) if flags & PACKET_REFERENCE
     )
-    samples, last = [0], num_frames - 1
-    while samples[-1] < last:
+    samples, last_frame = [0], num_frames - 1
+    while samples[-1] < last_frame:
         frame = samples[-1]
         next_reference = bisect_right(references, frame)
         end_reference = bisect_right(references, frame + step)
@@ -103,9 +103,9 @@ def choose_frames(
             frame = references[next_reference]
         else:
             frame += step
-        samples.append(min(frame, last))
-    gap = min(max(1, round(NEIGHBOUR_STEP_S * fps)), max(last, 1))
-    pairs = [(sample, sample + gap) for sample in samples if sample + gap <= last]
+        samples.append(min(frame, last_frame))
+    gap = min(max(1, round(NEIGHBOUR_STEP_S * fps)), max(last_frame, 1))
+    pairs = [(sample, sample + gap) for sample in samples if sample + gap <= last_frame]
     return FrameChoice(samples, pairs, num_frames // 2)
 
 
@@ -139,7 +139,7 @@ _CELLS = 3  # the picture is divided into 3 x 3 cells
 _MIN_CELLS = 6  # minimum number of cells with texture for estimating the camera motion
 _MIN_CELL_POINTS = 2  # minimum number of textured points in a cell with texture
 _MIN_GAIN_PX = 0.03  # minimum reduction of the median error by a moving camera
-_MIN_SIDE_PX = 16  # minimum side of a picture; DIS needs a few patches of 8 pixels
+_MIN_SIDE_PX = 16  # minimum side length of a picture; DIS needs a few patches of 8 pixels
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Motion:
     """Mean displacements over the picture, in the unit of the flow.
 
     Attributes:
-        all: Displacement by camera and objects.
+        all: Displacement by the camera and by objects.
         camera: Displacement by the camera.
         objects: Remaining displacement.
     """
@@ -176,8 +176,8 @@ def texture_mask(luma: Luma) -> Mask:
 def split_motion(flow: Flow, texture: Mask) -> Motion:
     """Split a flow into camera motion and object motion."""
     camera = camera_flow(flow, texture)
-    rest = (flow - camera) * texture[..., None]
-    return Motion(_mean_length(camera + rest), _mean_length(camera), _mean_length(rest))
+    object_flow = (flow - camera) * texture[..., None]
+    return Motion(_mean_length(camera + object_flow), _mean_length(camera), _mean_length(object_flow))
 
 
 def camera_flow(flow: Flow, texture: Mask) -> Flow:
@@ -264,8 +264,8 @@ BAR_LEVEL = 9.3  # maximum mean luma of a line in a bar: 24 in limited range, as
 # Maximum mean absolute difference between the blocks of frozen pictures, in levels. Compression causes about 0.9.
 STILL_DIFFERENCE = 3.0
 MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum difference of all blocks that is attributed to a key frame, in levels
-_BLOCK_PX = 8  # side of a block of small luma, so that its longer side has 16 blocks
-MIN_FROZEN_S = 1.0  # minimum duration of a standstill
+_BLOCK_PX = 8  # side length of a block; the longer side of small luma has 16 blocks
+MIN_FROZEN_S = 1.0  # minimum duration of a freeze
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
 # The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
 _COSINES = 2 * np.cos(
@@ -301,11 +301,11 @@ def frames_per_summary(summaries: Sequence[FrameSummary], *, num_frames: int) ->
 def frozen_frames(
     summaries: Sequence[FrameSummary], *, num_frames: int, min_frames: float, key_frames: Sequence[int]
 ) -> float:
-    """Return the total number of frames in standstills of at least `min_frames` frames.
+    """Return the total number of frames in freezes of at least `min_frames` frames.
 
-    As in ffmpeg's freezedetect, a standstill lasts as long as frames look like its first frame, so a slow change ends
-    it. Unlike in freezedetect, a change in a single block also ends it, because a small object may move. Compression
-    changes all blocks after a key frame, so frames are also compared with the first frame after the key frame.
+    As in ffmpeg's freezedetect, a freeze lasts as long as frames look like its first frame, so a slow change ends the
+    freeze. Unlike in freezedetect, a change in a single block also ends a freeze, because a small object may move.
+    Compression changes all blocks after a key frame, so frames are also compared with the first frame after it.
 
     Args:
         summaries: Summaries of frames, in ascending order of index.
@@ -315,7 +315,7 @@ def frozen_frames(
     boundaries = np.concatenate([[0.0], np.cumsum(frames_per_summary(summaries, num_frames=num_frames))])
     groups = [bisect_right(key_frames, summary.frame) for summary in summaries]
     lumas = [summary.luma for summary in summaries]
-    # `begin` is the first summary of the standstill, `first` the first summary of its last group between key frames.
+    # `begin` is the first summary of the freeze; `first` is the first summary of its last group between key frames.
     num_frozen, begin, first = 0.0, 0, 0
     for number in range(1, len(summaries) + 1):
         if number < len(summaries):
@@ -380,10 +380,10 @@ class ActiveArea:
         Args:
             height, width: Full resolution of the frame.
         """
-        down, across = small.shape[0] / height, small.shape[1] / width
+        y_scale, x_scale = small.shape[0] / height, small.shape[1] / width
         return (
-            slice(ceil(self.top * down), floor(self.bottom * down)),
-            slice(ceil(self.left * across), floor(self.right * across)),
+            slice(ceil(self.top * y_scale), floor(self.bottom * y_scale)),
+            slice(ceil(self.left * x_scale), floor(self.right * x_scale)),
         )
 
 
@@ -414,8 +414,8 @@ def phash(rgb: NDArray[np.uint8]) -> int:
         coefficients = _lanczos(grey.shape[1])
         grey = np.clip((grey @ coefficients + (1 << 21)) >> 22, 0, 255).T
     # Round, so that frequencies that vanish by symmetry are exactly zero, regardless of the order of summation.
-    low = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
-    bits = (low > np.median(low)).ravel()
+    frequencies = np.round(_COSINES @ grey.astype(np.float64) @ _COSINES.T, 6)
+    bits = (frequencies > np.median(frequencies)).ravel()
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
@@ -429,13 +429,13 @@ def _lanczos(length: int) -> NDArray[np.int64]:
     stretch = max(scale, 1.0)
     support = 3 * stretch
     table = np.zeros((length, _PICTURE_SIDE), np.int64)
-    for out in range(_PICTURE_SIDE):
-        centre = (out + 0.5) * scale
+    for column in range(_PICTURE_SIDE):
+        centre = (column + 0.5) * scale
         begin, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
         distances = (np.arange(begin, end) - centre + 0.5) / stretch
         weights = np.where(np.abs(distances) < 3, np.sinc(distances) * np.sinc(distances / 3), 0.0)
         scaled = weights / weights.sum() * (1 << 22)
-        table[begin:end, out] = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5))
+        table[begin:end, column] = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5))
     return table
 
 

@@ -38,7 +38,7 @@ _JPEG_QUALITY = 80
 NUM_SELECTED = 12  # number of pictures of chunks that a selection keeps, and of chunks that it drops
 NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown; they are the chunks with the most cuts
 NUM_CUT_PICTURES = 6  # maximum number of pictures of cuts per chunk
-SHOWN = tuple(score for score in SCORES if score.title)
+SECTIONS = tuple(score for score in SCORES if score.title)
 _LANDMARKS = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
 
 
@@ -176,12 +176,12 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
     if request.where is not None:
         where = parse_where(request.where, data_dir=data_dir)
         where.require(("chunk", "video", "label"), because="the page shows chunks")
-        coded = scores.table["video_id"].chunk(0)
+        video_column = scores.table["video_id"].chunk(0)
         is_kept = selected_chunks(
             where,
             data_dir,
-            video_ids=coded.dictionary,
-            video_row=coded.indices.to_numpy(),
+            video_ids=video_column.dictionary,
+            video_row=video_column.indices.to_numpy(),
             start_ms=scores.table["start_ms"].to_numpy(),
         )
         selection = Selection(where.text, is_kept)
@@ -205,9 +205,9 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     """Return the values of the template."""
     # Unknown values become NaN.
     columns = {
-        score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SHOWN
+        score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SECTIONS
     }
-    score_landmarks = {score.name: landmarks(columns[score.name]) for score in SHOWN}
+    score_landmarks = {score.name: landmarks(columns[score.name]) for score in SECTIONS}
     num_cuts = columns["cuts"]
     first_rows = np.argsort(-np.nan_to_num(num_cuts), kind="stable")[:NUM_CUT_CHUNKS].tolist()
     cut_rows = [row for row in first_rows if num_cuts[row] > 0]
@@ -245,7 +245,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
                     describe_chunk(row, name, columns[score.name][row]) for name, row in score_landmarks[score.name]
                 ],
             }
-            for score in SHOWN
+            for score in SECTIONS
         ],
         "cut": [
             {
@@ -281,8 +281,8 @@ def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
         values: Value of each chunk, float64 [chunks]; NaN if unknown.
     """
     known_rows = np.flatnonzero(~np.isnan(values))
-    in_order = known_rows[np.argsort(values[known_rows], kind="stable")]
+    sorted_rows = known_rows[np.argsort(values[known_rows], kind="stable")]
     names: dict[int, str] = {}
-    for name, fraction in _LANDMARKS if len(in_order) else ():
-        names.setdefault(int(in_order[round(fraction * (len(in_order) - 1))]), name)
+    for name, fraction in _LANDMARKS if len(sorted_rows) else ():
+        names.setdefault(int(sorted_rows[round(fraction * (len(sorted_rows) - 1))]), name)
     return [(name, row) for row, name in names.items()]

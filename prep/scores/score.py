@@ -102,15 +102,15 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     area = find_active_area(first_pass.lines) if first_pass.lines else None
     motion = _mean_motion(first_pass, choice, cuts=cuts, area=area, fps=chunk.fps)
     # Summaries are denser in the second pass, so weight each by the number of frames that it represents.
-    in_order = [summary for _, summary in sorted(summaries.items())]
-    weights = frames_per_summary(in_order, num_frames=chunk.num_frames)
-    is_black = np.array([summary.is_black for summary in in_order])
-    luma = np.array([summary.luma.mean(dtype=np.float64) for summary in in_order])
+    sorted_summaries = [summary for _, summary in sorted(summaries.items())]
+    weights = frames_per_summary(sorted_summaries, num_frames=chunk.num_frames)
+    is_black = np.array([summary.is_black for summary in sorted_summaries])
+    luma = np.array([summary.luma.mean(dtype=np.float64) for summary in sorted_summaries])
     frozen = None
     if chunk.num_frames > 1:
         flags = zip(chunk.packet_frame, chunk.packet_flags, strict=True)
         num_frozen = frozen_frames(
-            in_order,
+            sorted_summaries,
             num_frames=chunk.num_frames,
             min_frames=MIN_FROZEN_S * float(chunk.fps),
             key_frames=sorted(frame for frame, flag in flags if flag & PACKET_KEY),
@@ -145,8 +145,8 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
 def _run_first_pass(chunk: ChunkContent, choice: FrameChoice, colours: VideoReformatter) -> _FirstPass:
     """Decode the chosen frames, and keep only the data that the measures need, because frames are large."""
     samples = set(choice.samples)
-    spread = np.linspace(0, len(choice.samples) - 1, min(NUM_SHARP, len(choice.samples))).round().astype(int)
-    sharp_frames = {choice.samples[number] for number in spread.tolist()}
+    sharp_numbers = np.linspace(0, len(choice.samples) - 1, min(NUM_SHARP, len(choice.samples))).round().astype(int)
+    sharp_frames = {choice.samples[number] for number in sharp_numbers.tolist()}
     summaries, pictures, sharp_lumas, lines, middle_hash, size = {}, {}, [], [], 0, (0, 0)
     for number, frame in zip(choice.all_frames, chunk.frames(choice.all_frames), strict=True):
         luma = full_luma(frame)

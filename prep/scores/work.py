@@ -1,4 +1,4 @@
-"""The `ChunkWork` of `scores`: making of samples, library versions in the recipe, merged table, and page."""
+"""The `ChunkWork` of the column `scores`. The recipe records the versions of the libraries that compute scores."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,17 +57,17 @@ def installed_libraries() -> str:
     return ", ".join(parts)
 
 
-def version_mismatch(planned: str) -> str | None:
-    """Return the reason why this machine must not score chunks for a plan; None if it may.
+def version_mismatch(required: str) -> str | None:
+    """Return the reason why this machine must not score chunks for a plan; None if the machine may.
 
     Args:
-        planned: Libraries in the recipe of the plan (`installed_libraries`).
+        required: Result of `installed_libraries` in the recipe of the plan.
     """
     try:
-        available = installed_libraries()
+        installed = installed_libraries()
     except UserError as error:
         return str(error)
-    return None if available == planned else f"it has {available}, but the plan requires {planned}"
+    return None if installed == required else f"it has {installed}, but the plan requires {required}"
 
 
 def _table_problem(variant: Variant) -> str | None:
@@ -78,7 +78,7 @@ def _table_problem(variant: Variant) -> str | None:
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the fact `duplicate_of`: the key of a near-duplicate chunk, or None. Return no fact if it is unknown."""
+    """Return the fact `duplicate_of`: the key of the near-duplicate chunk, or None; {} if it is unknown."""
     from clipmill.shards.scores import open_scores
 
     video_id, start_ms = split_key(key)
@@ -87,8 +87,8 @@ def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
     except UserError:
         return {}
     is_chunk = pc.and_(pc.equal(table["video_id"], video_id), pc.equal(table["start_ms"], start_ms))
-    first = [row for row in table["duplicate_of"].filter(is_chunk).to_pylist() if row >= 0]
-    return {"duplicate_of": next((chunk_key(*(table[name][row].as_py() for name in _KEY)) for row in first), None)}
+    rows = [row for row in table["duplicate_of"].filter(is_chunk).to_pylist() if row >= 0]
+    return {"duplicate_of": next((chunk_key(*(table[name][row].as_py() for name in _KEY)) for row in rows), None)}
 
 
 WORK = ChunkWork(

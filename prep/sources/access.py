@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors that the machine causes, not the file. The next probe may succeed.
+# Errors that the machine causes, and not the file. The next probe may succeed.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -37,7 +37,7 @@ class SourceFacts:
     Attributes:
         fingerprint: SHA-256 (hex) over the size and the first and last MiB.
         size_bytes: Size of the file.
-        end_s: End of the last video frame in seconds from the container's start, as players count.
+        end_s: End of the last video frame in seconds from the container's start, as players show it.
         fps: Frame rate in frames per second; the average if it varies.
         width: Display width in pixels, after rotation and with square pixels.
         height: Display height in pixels, after rotation and with square pixels.
@@ -105,17 +105,17 @@ def open_source(location: "Location", *, on_read: Callable[[], None] = lambda: N
         state = os.stat(path)  # noqa: PTH116 - a location is not always a Path
         if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "not a regular file")
-        local = open(path, "rb")  # noqa: PTH123, SIM115 - closed below
+        local_file = open(path, "rb")  # noqa: PTH123, SIM115 - closed below
     except (OSError, ValueError) as error:
         raise access_failure(error) from None
-    with local:
-        yield OpenSource(state.st_size, local, f"file:{path}")
+    with local_file:
+        yield OpenSource(state.st_size, local_file, f"file:{path}")
 
 
 def source_fingerprint(location: "Location") -> str:
     """Return the SHA-256 (hex) over a source's size and its first and last MiB.
 
-    Computing it is cheap even for hours of video, and it does not depend on the source's name and storage.
+    The fingerprint is cheap to compute even for hours of video, and does not depend on the source's name or storage.
 
     Raises:
         SourceFailure: source_missing, source_unreadable or io_error.
@@ -140,7 +140,7 @@ def fingerprint_of(source: OpenSource) -> str:
 
 
 def access_failure(error: OSError | ValueError) -> SourceFailure:
-    """Return the failure for an error that was raised while a source was looked up or opened."""
+    """Return the failure for an error from looking up or opening a source."""
     if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
         return SourceFailure(FailureCode.SOURCE_MISSING, "no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE
@@ -178,7 +178,7 @@ def as_failure(code: FailureCode, what: str) -> Iterator[None]:
 
     Args:
         code: Code of the failure.
-        what: Action that failed, with which the message begins.
+        what: Description of the error, with which the message begins.
     """
     import av.error
 

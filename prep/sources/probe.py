@@ -48,14 +48,14 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
         with open_video(source) as container:
             stream = next(iter(video_tracks(container)), None)
             is_indexed = stream is not None and has_index(container, stream)
-            missing = (
+            truncation = (
                 None if is_indexed else find_truncation(file, size_bytes=size_bytes, format_name=container.format.name)
             )
-            if missing:
-                raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
+            if truncation:
+                raise SourceFailure(FailureCode.SOURCE_TRUNCATED, truncation)
             if stream is None:
-                kinds: list[str] = sorted({stream.type for stream in container.streams})
-                raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(kinds) or 'none'})")
+                types: list[str] = sorted({stream.type for stream in container.streams})
+                raise SourceFailure(FailureCode.NO_VIDEO, f"no video stream (streams: {', '.join(types) or 'none'})")
             track = _read_track(container, stream)
             timeline = None
             if is_indexed:
@@ -106,10 +106,10 @@ def open_video(source: OpenSource) -> Iterator[InputContainer]:
     except SourceFailure as failure:
         if failure.code != FailureCode.SOURCE_UNREADABLE:
             raise
-        missing = find_missing_index(cast("IO[bytes]", source.file), size_bytes=source.size_bytes)
-        if missing is None:
+        truncation = find_missing_index(cast("IO[bytes]", source.file), size_bytes=source.size_bytes)
+        if truncation is None:
             raise
-        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing) from None
+        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, truncation) from None
     with container:
         yield container
 

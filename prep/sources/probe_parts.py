@@ -34,7 +34,7 @@ _SHARES_PER_PART = 8  # small shares: a killed part loses little, and parts of u
 
 
 def num_shares(states: FileStates, *, num_parts: int) -> int:
-    """Return the number of shares. It is the same in all parts, because it depends only on the files."""
+    """Return the number of shares. All parts get the same number, because it depends only on the files."""
     num_sources, num_bytes = len(states.size_bytes), int(states.size_bytes.clip(0).sum())
     num_tasks = max(math.ceil(num_sources / MAX_SOURCES), math.ceil(num_bytes / MAX_BYTES), 1)
     return max(1, min(num_tasks, num_sources, _SHARES_PER_PART * num_parts))
@@ -44,7 +44,7 @@ def probe_in_parts(
     data_dir: Path,
     paths: pa.ChunkedArray,
     states: FileStates,
-    known: pa.Table,
+    known_probes: pa.Table,
     *,
     todo: np.ndarray,
     part_run: "PartRun",
@@ -53,7 +53,7 @@ def probe_in_parts(
     """Read shares of the files until no share is left, and store their probes. The caller can plan afterwards.
 
     Args:
-        known: Earlier probes (PROBES) of the files to read, if any.
+        known_probes: Earlier probes (PROBES) of the files to read, if any.
         todo: Rows of the files to read, int64 [N].
 
     Returns:
@@ -64,15 +64,15 @@ def probe_in_parts(
     unfinished = {int(share): paths.take(pa.array(todo[share_of == share])) for share in np.unique(share_of)}
     last_states: dict[Path, tuple[int, int]] = {}
 
-    def file_of(share: int) -> Path:
+    def share_path(share: int) -> Path:
         return folder / f"{share}-of-{count}.parquet"
 
     def has_changed(path: Path) -> bool:
         """Return True if the file exists and has changed since the last call."""
         with suppress(FileNotFoundError):
             state = path.stat()
-            previous, last_states[path] = last_states.get(path), (state.st_size, state.st_mtime_ns)
-            return previous != last_states[path]
+            last_state, last_states[path] = last_states.get(path), (state.st_size, state.st_mtime_ns)
+            return last_state != last_states[path]
         return False
 
     def find_unfinished() -> list[int]:
@@ -86,23 +86,23 @@ def probe_in_parts(
             for share in unfinished.keys() - set(share_of[~is_hit].tolist()):
                 del unfinished[share]
         for share, sources in list(unfinished.items()):
-            if has_changed(file_of(share)):
+            if has_changed(share_path(share)):
                 with suppress(FileNotFoundError, ValueError):
-                    probed = read_table_file(file_of(share), schema=PROBES, columns=["path"])["path"]
-                    if pc.all(pc.is_in(sources, value_set=probed)).as_py():
+                    probed_paths = read_table_file(share_path(share), schema=PROBES, columns=["path"])["path"]
+                    if pc.all(pc.is_in(sources, value_set=probed_paths)).as_py():
                         del unfinished[share]
         return list(unfinished)
 
     num_done = 0
 
     while (share := part_run.claim_share(find_unfinished)) is not None:
-        rows, save = todo[share_of == share], partial(write_table_file, file_of(share))
+        rows, save = todo[share_of == share], partial(write_table_file, share_path(share))
         share_paths, file_states = paths.take(pa.array(rows)), states.take(rows)
         folder.mkdir(exist_ok=True)
-        stored = add_shares(known, [file_of(share)])
+        stored = add_shares(known_probes, [share_path(share)])
         stored_rows, is_hit = probing.match(share_paths, file_states, stored)
         show = partial(lambda offset, number, _: probing.on_progress(offset + number, len(todo)), num_done)
         save(replace(probing, on_progress=show).probe(share_paths, file_states, stored, stored_rows, is_hit, save=save))
-        unfinished.pop(share, None)  # never claim a share twice, even if its file is not visible here yet
+        unfinished.pop(share, None)  # never claim a share twice, even if its file is not yet visible on this machine
         num_done += len(rows)
     return part_run.is_first

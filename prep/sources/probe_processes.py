@@ -3,14 +3,14 @@
 A hostile or damaged file can make its reader process crash or use all memory, and a dead mount can block it forever. A
 reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
 ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
-after all others, when no other reader runs, and fails only if its reader ends twice more. A new reader continues with
-the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
+after all other sources, when no other reader runs. It fails only if its reader ends two more times. A new reader
+continues with the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
 first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. A reader
 imports little besides libav, so it starts within 0.1 s.
 
-On a cluster, `probe_on_workers` divides the sources into tasks, and each worker has a few readers of its own. A result
+On a cluster, `probe_on_workers` divides the sources into tasks, and each worker starts a few readers. A result
 from a worker is used only if it describes a file of the expected size. A failure may be caused by the worker's machine,
 which may lack a mount, credentials or memory, or have a different file at the path. Therefore this process probes the
 sources without a usable result again.
@@ -50,7 +50,7 @@ def probe_each(
 
     Args:
         max_processes: Maximum number of readers. Fewer are started if results arrive quickly.
-        pool: Idle readers from earlier calls, which are used first. Readers that are idle at the end stay in this list.
+        pool: Idle readers from earlier calls, which are used first. Readers that are idle at the end stay in this list;
             None to end all readers.
     """
     suspects = []
@@ -132,7 +132,7 @@ class Reader:
             [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # read after the process has exited; it writes nothing before
+            stderr=subprocess.PIPE,  # read after the process has exited; before, the process writes nothing to it
             process_group=0,  # the driver handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -160,12 +160,12 @@ class Reader:
                 message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
                 yield self._finish_source(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
             return
-        piece = os.read(self.descriptor, 1 << 16)
-        if not piece:
+        data = os.read(self.descriptor, 1 << 16)
+        if not data:
             yield self._finish_source(self._exit_failure())
             return
         self._last_output_s, self.has_started = time.monotonic(), True
-        *lines, self._unparsed = (self._unparsed + piece).split(b"\n")
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         for values in map(json.loads, lines):
             if "facts" in values:
                 yield self._finish_source(SourceFacts(**values["facts"]))
@@ -187,7 +187,7 @@ class Reader:
         last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
         return _ReaderExit(
             FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
-            f"the process that read it ended with {exit_reason(status)}, twice while no other source was read"
+            f"the process that read the source ended with {exit_reason(status)}, twice while no other source was read"
             + (f": {last_line}" if last_line else ""),
             is_lasting=False,
         )
@@ -211,9 +211,9 @@ def serve() -> None:
 
     die_with_parent()
     # Limit memory: a file may claim frames of any size, and the reader must fail before the machine does.
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_LIMIT_BYTES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MEMORY_LIMIT_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep all other output separate from the results
     last_output_s = 0.0
@@ -255,7 +255,7 @@ class ProbeTask:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResults:
     """Results of a task, in the order of its paths."""
 
     results: tuple[SourceFacts | SourceFailure, ...]
@@ -268,7 +268,7 @@ class Probed:
         return next(faults, None) if len(failures) == len(self.results) else None
 
 
-Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]]
+Run = Callable[[Sequence[ProbeTask]], Iterator[Outcome[ProbeTask, ProbeResults] | RefusedNode | None]]
 
 
 def probe_on_workers(
@@ -313,7 +313,7 @@ def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:
     return [*tasks, ProbeTask(range(begin, len(paths)), tuple(paths[begin:]))]
 
 
-def probe_group(task: ProbeTask) -> Probed:
+def probe_group(task: ProbeTask) -> ProbeResults:
     """Probe the sources of a task, in a worker."""
     results = dict(probe_each(task.paths, max_processes=_READERS_PER_WORKER, pool=_readers))
-    return Probed(tuple(results[index] for index in range(len(task.paths))))
+    return ProbeResults(tuple(results[index] for index in range(len(task.paths))))

@@ -31,8 +31,8 @@ _CACHE_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
 _SMALL_BYTES = 2 * _MIB  # maximum size of a file that is read in one request
 _NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
 # A listing is abandoned after this many objects per source, but not before a minimum number of objects.
-_LISTED_PER_KEY = 10
-_LISTED_AT_LEAST = 2000
+_MAX_LISTED_PER_KEY = 10
+_MIN_LISTED = 2000
 _MAX_FAILED = 64  # after this many consecutive requests without a response, no further requests are sent
 _NS = 1_000_000_000
 
@@ -77,7 +77,7 @@ def as_source_failure() -> Iterator[None]:
 
 
 def object_state(info: ObjectInfo) -> tuple[int, int]:
-    """Return (size in bytes, time of the last write in ns). At least one of them changes if the content changes.
+    """Return (size in bytes, time of the last write in ns). If the content changes, at least one of the two changes.
 
     Object storage reports the time in whole seconds. The nanoseconds are a digest of the ETag, so that an object that
     is replaced twice within a second counts as changed.
@@ -113,9 +113,9 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         states: dict[str, _State] = {}
         if not is_web(root):
             states.update(_list_states(objects, set(rows)))
-        missing = [key for key in rows if key not in states]
+        unlisted_keys = [key for key in rows if key not in states]
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-            states.update(zip(missing, pool.map(_StateReader(objects), missing), strict=True))
+            states.update(zip(unlisted_keys, pool.map(_StateReader(objects), unlisted_keys), strict=True))
         failures = [state for state in states.values() if isinstance(state, SourceFailure)]
         refused = [failure for failure in failures if failure.code in REFUSALS]
         if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
@@ -138,7 +138,7 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
     if len(keys) == 1:
         return
     folder = os.path.commonpath([key.rpartition("/")[0] for key in keys])
-    max_objects = max(_LISTED_AT_LEAST, _LISTED_PER_KEY * len(keys))
+    max_objects = max(_MIN_LISTED, _MAX_LISTED_PER_KEY * len(keys))
     try:
         for info in islice(objects.list(folder), max_objects):
             if info.key in keys:
@@ -203,7 +203,7 @@ class RemoteFile(io.RawIOBase):
         self._on_read = on_read
         self._position = 0
         self._blocks: OrderedDict[int, bytes] = OrderedDict()  # offset -> content, the most recently used block last
-        self._next_begin, self._next_bytes = -1, _FIRST_BYTES
+        self._next_offset, self._next_bytes = -1, _FIRST_BYTES
 
     def readable(self) -> bool:
         return True
@@ -243,7 +243,7 @@ class RemoteFile(io.RawIOBase):
         if self.size_bytes <= _SMALL_BYTES:
             offset, num_bytes = 0, self.size_bytes
         else:
-            num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if offset == self._next_begin else _FIRST_BYTES
+            num_bytes = min(2 * self._next_bytes, _MAX_BYTES) if offset == self._next_offset else _FIRST_BYTES
             self._next_bytes = num_bytes
             # A read ends where a cached block begins, so that no byte is fetched twice.
             next_block = min((begin for begin in self._blocks if begin > offset), default=self.size_bytes)
@@ -255,7 +255,7 @@ class RemoteFile(io.RawIOBase):
             self.failure = failure
             raise
         self._on_read()
-        self._next_begin = offset + num_bytes
+        self._next_offset = offset + num_bytes
         self._blocks[offset] = content
         while sum(map(len, self._blocks.values())) > _CACHE_BYTES:
             self._blocks.popitem(last=False)

@@ -27,7 +27,7 @@ from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, RefusedN
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_SAVING_SHARE = 0.05  # maximum fraction of a run's time for saving; frequent saving means a killed run loses little
+_MAX_SAVING = 0.05  # maximum fraction of a run's time for saving; frequent saving means a killed run loses little
 
 SHOTS = pa.schema(
     [
@@ -64,7 +64,7 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
 
     Args:
         key: Key of the detector.
-        fingerprints: Fingerprints of the sources; null if there is none.
+        fingerprints: Fingerprints of the sources; null if a source has none.
         num_frames: Number of frames of each video at the detector's frame rate, int64 [videos].
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
@@ -72,10 +72,10 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
     positions = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(
         np.int64
     )
-    hit = positions >= 0
-    positions[hit] = rows[positions[hit]]
-    hit[hit] &= np.asarray(shots["num_frames"])[positions[hit]] == num_frames[hit]
-    return np.where(hit, positions, -1)
+    is_hit = positions >= 0
+    positions[is_hit] = rows[positions[is_hit]]
+    is_hit[is_hit] &= np.asarray(shots["num_frames"])[positions[is_hit]] == num_frames[is_hit]
+    return np.where(is_hit, positions, -1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ShotResult:
     """The cuts of a source, or the reason why the detection failed."""
 
     cuts: tuple[int, ...] = ()
-    failure: tuple[FailureCode, str, bool] | None = None  # code, message, True if the failure is lasting
+    failure: tuple[FailureCode, str, bool] | None = None  # code, message, `SourceFailure.is_lasting`
     cpu_s: float = 0.0
 
     @property
@@ -168,32 +168,32 @@ def detect_shots(
         check: Function to call in every worker before its first task.
         on_progress: Function to call with (number of sources searched, number of sources to search).
     """
-    searched = pa.array([task.fingerprint for task in tasks], pa.string())
-    is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=searched), pc.equal(shots["detector"], key))
+    fingerprints = pa.array([task.fingerprint for task in tasks], pa.string())
+    is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=fingerprints), pc.equal(shots["detector"], key))
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
     kept_rows = shots.filter(pc.and_not(is_used, is_searched))
     stored: list[dict[str, object]] = []
     transient: list[dict[str, object]] = []  # failures of sources that the next run may be able to search
     refused: list[RefusedNode] = []
-    saved_s = time.monotonic()
-    saving_s, total_cpu_s = 0.0, 0.0
+    last_save_s = time.monotonic()
+    save_duration_s, total_cpu_s = 0.0, 0.0
 
     def save() -> None:
-        nonlocal saved_s, saving_s
-        started_s = time.monotonic()
+        nonlocal last_save_s, save_duration_s
+        begin_s = time.monotonic()
         table = _join_rows(kept_rows, stored)
         # Sort the table, so that it does not depend on the order in which the sources finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
             remove_temporaries(data_dir, matches=lambda target: target == SHOTS_FILE)
             write_table_file(data_dir / SHOTS_FILE, table)
-        saved_s = time.monotonic()
-        saving_s = saved_s - started_s
+        last_save_s = time.monotonic()
+        save_duration_s = last_save_s - begin_s
 
-    longest_first = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
+    sorted_tasks = sorted(tasks, key=lambda task: (-task.num_frames, task.fingerprint))
     num_saved = 0
     try:
-        for outcome in _search_sources(engine, longest_first, check=check):
+        for outcome in _search_sources(engine, sorted_tasks, check=check):
             if isinstance(outcome, RefusedNode):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -210,7 +210,7 @@ def detect_shots(
                     (stored if is_lasting else transient).append({**row, "code": str(code), "message": message})
                 total_cpu_s += result.cpu_s
                 on_progress(len(stored) + len(transient), len(tasks))
-            if len(stored) > num_saved and time.monotonic() - saved_s >= saving_s / _SAVING_SHARE:
+            if len(stored) > num_saved and time.monotonic() - last_save_s >= save_duration_s / _MAX_SAVING:
                 save()
                 num_saved = len(stored)
     finally:

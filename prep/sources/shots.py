@@ -29,7 +29,7 @@ _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXA
 def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of each shot except the first shot, in ascending order, from 1 to `num_frames` - 1.
 
-    Damaged frames are skipped, because the encoder pass that contains them reports them.
+    Damaged frames are skipped here, because the encoder pass that contains them reports them.
 
     Args:
         timeline: Timeline of the source.
@@ -40,16 +40,16 @@ def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, dete
     """
     from scenedetect.common import FrameTimecode
 
-    scenes, cuts = detector.open(), set[int]()
+    scene_detector, cuts = detector.open(), set[int]()
     number = 0
     for picture_BGR, count in _output_pictures(location, timeline, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
             time = FrameTimecode(number, detector.fps)
-            cuts.update(cut.frame_num for cut in scenes.process_frame(time, picture_BGR))
+            cuts.update(cut.frame_num for cut in scene_detector.process_frame(time, picture_BGR))
             number += 1
     if not number:
         raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded to detect shots")
-    cuts.update(cut.frame_num for cut in scenes.post_process(FrameTimecode(number - 1, detector.fps)))
+    cuts.update(cut.frame_num for cut in scene_detector.post_process(FrameTimecode(number - 1, detector.fps)))
     return sorted(cut for cut in cuts if 0 < cut < num_frames)
 
 

@@ -42,7 +42,7 @@ _SHORT_LIMIT_S = 1.0  # timeout in a folder in which a file timed out, because a
 _SLICE_FILES = 4096
 _TICK_S = 0.5  # interval at which threads are checked for timeouts
 NO_FILE = -1
-_SHARE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
+_SHARE_FILE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
 SHARES_FOLDER = ".probes"  # subfolder of the data folder with probes of parts that are not yet in `probes.parquet`
 
 
@@ -51,7 +51,7 @@ class FileStates:
     """Sizes and modification times of files.
 
     Attributes:
-        size_bytes: Int64 [files]; NO_FILE if the file could not be checked.
+        size_bytes: Size of each file, int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the ETag (`clipmill.prep.sources.remote.object_state`).
         failures: Reasons why files could not be checked, by row.
@@ -107,27 +107,27 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     num_unfinished = len(begins)
     while num_unfinished:
         try:
-            piece = finished.get(timeout=_TICK_S)
-            if piece.is_abandoned:
+            block = finished.get(timeout=_TICK_S)
+            if block.is_abandoned:
                 continue
         except Empty:
-            overdue = next((piece for piece in list(active) if piece.is_overdue(slow_folders)), None)
-            if overdue is None:
+            overdue_block = next((block for block in list(active) if block.is_overdue(slow_folders)), None)
+            if overdue_block is None:
                 continue
-            piece = overdue
-            rest = piece.abandon()
-            slow_folders.add(os.path.dirname(rest.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
-            states.failures[rest.begin] = SourceFailure(
+            block = overdue_block
+            remaining = block.abandon()
+            slow_folders.add(os.path.dirname(remaining.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
+            states.failures[remaining.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
             )
-            waiting.put(_Slice(rest.begin + 1, rest.column.slice(1)))
+            waiting.put(_Slice(remaining.begin + 1, remaining.column.slice(1)))
             num_unfinished += 1
             Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
         num_unfinished -= 1
-        active.discard(piece)
-        part = slice(piece.begin, piece.begin + piece.num_done)
-        states.size_bytes[part], states.mtime_ns[part] = np.array(piece.numbers).reshape(-1, 2).T
-        states.failures.update({piece.begin + row: failure for row, failure in piece.failures.items()})
+        active.discard(block)
+        part = slice(block.begin, block.begin + block.num_done)
+        states.size_bytes[part], states.mtime_ns[part] = np.array(block.stat_values).reshape(-1, 2).T
+        states.failures.update({block.begin + row: failure for row, failure in block.failures.items()})
     return states
 
 
@@ -138,7 +138,7 @@ class _Slice:
     Attributes:
         column: Paths of the slice.
         paths: Paths as strings, set only while they are being checked, to save memory.
-        numbers: Size and modification time of each checked file, in a flat array, which takes less memory than pairs.
+        stat_values: Size and modification time of each checked file, in a flat array to save memory.
         failures: Failures of files that could not be checked, by position in the slice.
         since_s: Time at which the check of the current file began.
         is_abandoned: True if the thread that checks the slice is blocked and has been abandoned.
@@ -147,13 +147,13 @@ class _Slice:
     begin: int
     column: pa.ChunkedArray
     paths: list[str] = field(default_factory=list)
-    numbers: "array[int]" = field(default_factory=lambda: array("q"))
+    stat_values: "array[int]" = field(default_factory=lambda: array("q"))
     failures: dict[int, SourceFailure] = field(default_factory=dict)
     since_s: float = 0.0
     is_abandoned: bool = False
 
     def stat_all(self) -> None:
-        add = self.numbers.append  # `abandon` assigns a new array
+        add = self.stat_values.append  # `abandon` assigns a new array
         self.paths = self.column.to_pylist()
         for path in self.paths:
             self.since_s = time.monotonic()
@@ -171,7 +171,7 @@ class _Slice:
 
     @property
     def num_done(self) -> int:
-        return len(self.numbers) // 2
+        return len(self.stat_values) // 2
 
     def is_overdue(self, slow_folders: set[str]) -> bool:
         index = self.num_done
@@ -183,7 +183,7 @@ class _Slice:
     def abandon(self) -> "_Slice":
         """Abandon the thread that is blocked on a path; return this path and all later paths as a new slice."""
         self.is_abandoned = True
-        self.numbers = self.numbers[: 2 * self.num_done]
+        self.stat_values = self.stat_values[: 2 * self.num_done]
         return _Slice(self.begin + self.num_done, self.column.slice(self.num_done))
 
 
@@ -191,14 +191,14 @@ def _check_slices(waiting: "SimpleQueue[_Slice]", active: set[_Slice], finished:
     """Check slices until the queue is empty. This function runs in a thread, and ends if its slice was abandoned."""
     while True:
         try:
-            piece = waiting.get_nowait()
+            block = waiting.get_nowait()
         except Empty:
             return
-        piece.since_s = time.monotonic()
-        active.add(piece)
-        piece.stat_all()
-        finished.put(piece)
-        if piece.is_abandoned:
+        block.since_s = time.monotonic()
+        active.add(block)
+        block.stat_all()
+        finished.put(block)
+        if block.is_abandoned:
             return
 
 
@@ -278,11 +278,11 @@ def add_shares(known_probes: pa.Table, files: Iterable[Path]) -> pa.Table:
 def share_files(data_dir: Path) -> list[Path]:
     """Return the files with the probes of parts, sorted by name."""
     folder = data_dir / SHARES_FOLDER
-    return sorted(path for path in folder.iterdir() if _SHARE.fullmatch(path.name)) if folder.is_dir() else []
+    return sorted(path for path in folder.iterdir() if _SHARE_FILE.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and the temporary files of killed parts; keep the folder if it has other files."""
+    """Remove the probes of parts and the temporary files of killed parts; keep a folder with other files."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -290,7 +290,7 @@ def remove_shares(data_dir: Path) -> None:
 
 
 def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return the probes of all `paths` that have been probed, in this order, and a mask of them, bool [N]."""
+    """Return the probes of the `paths` that have been probed, in this order, and a mask of these paths, bool [N]."""
     if probes["path"].equals(paths):
         return probes, np.ones(len(paths), bool)
     rows = _rows_of(paths, known=probes["path"])
@@ -355,7 +355,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Probing:
-    """Probing of sources with the settings of `probe_sources`, which describes the fields."""
+    """Prober of sources. The fields are arguments of `probe_sources`, which describes them."""
 
     num_workers: int
     retry_failed: bool
@@ -401,7 +401,7 @@ class Probing:
         next_save_s, num_refused = time.monotonic() + _SAVE_INTERVAL_S, 0
         outcomes = _probe_rows(paths, todo.tolist(), states, num_workers=self.num_workers, run=self.run)
         for number, (row, outcome) in enumerate(outcomes, 1):
-            old = known_probes.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
+            old_record = known_probes.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
             state = {"size_bytes": int(states.size_bytes[row]), "mtime_ns": int(states.mtime_ns[row])}
             record = {"path": paths[row].as_py(), **state}
             if isinstance(outcome, SourceFailure):
@@ -409,7 +409,7 @@ class Probing:
                 is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and record["size_bytes"] == NO_FILE
                 is_kept = outcome.is_lasting or is_known_gone
                 failure = {"code": str(outcome.code), "message": outcome.message}
-                record = old | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
+                record = old_record | record | failure | ({} if is_kept else {"mtime_ns": _NEVER})
             else:
                 record = asdict(outcome) | record
             source[row] = records.append(record)
@@ -502,11 +502,11 @@ def _probe_rows(
     """Yield the result of each row in `todo`, beginning with the files that could not be checked."""
     failures = states.failures
     yield from ((row, failures[row]) for row in todo if row in failures)
-    readable = [row for row in todo if row not in failures]
-    if not readable:
+    readable_rows = [row for row in todo if row not in failures]
+    if not readable_rows:
         return
     # Size and modification time were read before the probe. If the file has grown since, the next run detects it.
-    source_paths = paths.take(pa.array(readable)).to_pylist()
+    source_paths = paths.take(pa.array(readable_rows)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each
 
@@ -514,9 +514,9 @@ def _probe_rows(
     else:
         from clipmill.prep.sources.probe_processes import probe_on_workers
 
-        sizes = states.size_bytes[readable].tolist()
+        sizes = states.size_bytes[readable_rows].tolist()
         outcomes = probe_on_workers(source_paths, sizes, run=run, max_processes=num_workers)
-    yield from ((readable[number], outcome) for number, outcome in outcomes)
+    yield from ((readable_rows[number], outcome) for number, outcome in outcomes)
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
     from clipmill.prep.core.run import Job
     from clipmill.prep.engines import Engine, Outcome, RefusedNode
-    from clipmill.prep.sources.probe_processes import Probed, ProbeTask
+    from clipmill.prep.sources.probe_processes import ProbeResults, ProbeTask
     from clipmill.prep.sources.shot_table import Detection
     from clipmill.prep.video.worker import ShardTask
 
@@ -160,7 +160,7 @@ def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
 
 def _run_probes(
     data_dir: Path, recipe: ResolvedRecipe, engine: "Engine", tasks: "Sequence[ProbeTask]"
-) -> "Iterator[Outcome[ProbeTask, Probed] | RefusedNode | None]":
+) -> "Iterator[Outcome[ProbeTask, ProbeResults] | RefusedNode | None]":
     from clipmill.prep.sources.probe_processes import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)

@@ -133,8 +133,8 @@ def test_segments_share_the_frame_on_their_border(
     shown: int, has_next: bool, tail: str, lengths: tuple[int, ...], has_border: bool
 ) -> None:
     segments_found = video_segments(list(range(shown)), segment_frames=9, has_next=has_next, tail=tail)
-    assert (segments_found.lengths, segments_found.has_border) == (lengths, has_border)
-    assert len(segments_found.frames) + segments_found.has_border + segments_found.num_repeated == 9 * len(lengths)
+    assert (segments_found.lengths, segments_found.has_next_frame) == (lengths, has_border)
+    assert len(segments_found.frames) + segments_found.has_next_frame + segments_found.num_repeated == 9 * len(lengths)
     for number, begin in enumerate(range(0, 9 * len(lengths), 9)):
         assert segments_found.frames[begin : begin + 8] == list(range(8 * number, min(8 * number + 8, shown)))
 
@@ -217,7 +217,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
 
     message = refusal_of("--segment", "60f", "--fps", "16")
     assert "AutoencoderKLWan encodes segments of 4k + 1 frames, but --segment 60f at 16 fps has 60 frames" in message
-    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 of them" in message
+    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 segments" in message
     assert "has 4 frames" in refusal_of("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in refusal_of("--segment", "1f")
     assert "or 81f for frames" in refusal_of("--segment", "0f")
@@ -228,7 +228,7 @@ def test_a_segment_that_no_chunk_holds_is_refused_with_both_lengths(prep: Prep, 
     flags = ("latents", "--vae", wan, "--size", 32, "--fps", 8, "--data", shard_set.data)
     for command in (flags, ("plan", *flags)):
         error = prep(*command, "--segment", "25f", status=2).stderr
-        assert "--segment 25f at 8 fps has 25 frames (3 s, and" in error and "the longest chunk has 2 s" in error
+        assert "--segment 25f at 8 fps is 25 frames long (3 s and" in error and "the longest chunk is 2 s long" in error
         assert "use --segment 17f or less, or make longer chunks" in error
     assert not (shard_set.data / "latents").exists()
     # With --tail repeat, the last segment of a video is filled up.
