@@ -31,7 +31,7 @@ _MAX_SHOWN = 100
 
 
 def help_text(app: App, argv: Sequence[str]) -> str:
-    """Return the help of the command that the arguments of a command line begin with."""
+    """Return the help of the command at the start of a command line's arguments."""
     return shared.help_text(app, argv, range_of=_range, tables_of=_presets)
 
 
@@ -130,7 +130,7 @@ def overview(
     Parameters
     ----------
     runs
-        Run folders, or addresses of runs. Other files and folders, such as embeddings next to them, are omitted.
+        Run folders, or URLs of runs. Other files and folders, such as embeddings next to the runs, are omitted.
     out
         HTML file to write.
     link
@@ -164,16 +164,16 @@ def _call() -> None:
         sources = provenance.sources  # the preset or file that set a flag, if the user did not type it
         for mistake in error.errors:
             mistake.add_hint(*(f"{flag} is from {sources[flag]}" for flag in mistake.flags if sources.get(flag)))
-        _wait_for_first()
+        _wait_for_first_process()
         raise
     except CycloptsError as error:
         from clipmill.manifests.usage_errors import usage_error
 
-        _wait_for_first()
+        _wait_for_first_process()
         raise usage_error(error, app, argv) from None
 
 
-def _wait_for_first() -> None:
+def _wait_for_first_process() -> None:
     """Wait if a launcher started several processes on this machine and this process is not the first one.
 
     All processes usually find the same mistake in the flags. The first process reports it and exits, and torchrun then

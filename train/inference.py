@@ -25,7 +25,12 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
 from clipmill.train.config.clips import ClipSettings, Overrides, Use
 from clipmill.train.config.training import Device
-from clipmill.train.data.arguments import names_arguments, require_choice, require_device, require_whole_numbers
+from clipmill.train.data.arguments import (
+    name_arguments_in_errors,
+    require_choice,
+    require_device,
+    require_whole_numbers,
+)
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import SamplingRule
 from clipmill.train.device.transfer import send
@@ -57,7 +62,7 @@ class LoadedModel:
         self.opened, self.model, self.remarks = opened, model, tuple(remarks)
 
     def samples(self, split: str, **options: Any) -> Any:
-        """Open the samples of a split. The data of a run are read in the variants that the run was trained on.
+        """Open the samples of a split. For a run's own data, the column variants used in training are read.
 
         Args:
             options: Additional arguments for the task's `samples` method.
@@ -85,7 +90,7 @@ class LoadedModel:
 
     @property
     def logit_scale(self) -> float | None:
-        """Factor for cosines, 1 / temperature; None if the weights do not contain it, as for other tasks."""
+        """Factor for cosines, 1 / temperature; None if the weights do not contain a temperature."""
         log_scale = self._logits.log_scale
         return None if log_scale is None else math.exp(log_scale)
 
@@ -104,7 +109,7 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """Description of the weights, with step and precision, and of the number, sampling and size of the frames."""
+        """Source, step and precision of the weights, and number, sampling and size of the frames, as text."""
         trained, settings = self.opened.trained, self.settings
         step = "" if trained.step is None else f" (step {trained.step})"
         clip = f"T = {count_noun(settings.num_frames, 'frame')}, {settings.sampling}, {settings.size_px} px"
@@ -112,9 +117,9 @@ class LoadedModel:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the tensors and of the settings that determine the outputs. A run and its exports have the same.
+        """SHA-256 of the tensors and settings that determine the outputs. A run and its exports have the same hash.
 
-        Device and precision, which affect only rounding, and file names do not change it.
+        The hash does not depend on file names, nor on device and precision, which affect only rounding.
         """
         return identity_of(self.model, self.settings, task=self.opened.spec.name)
 
@@ -129,8 +134,8 @@ class LoadedModel:
             tokens: Return all tokens of the video tower after its last norm. The class token, if any, comes first.
 
         Returns:
-            float32 on the model's device: unit-length embeddings [B, E] of a dual encoder; the pooled features [B, D]
-            that probes use, of any other model; or tokens [B, N, D].
+            float32 tensor on the model's device: tokens [B, N, D] if `tokens` is True. Otherwise, dual encoders return
+            unit-length embeddings [B, E], and other models return the pooled features [B, D] that probes use.
 
         Raises:
             UserError: The shape of the clips does not fit the model.
@@ -248,7 +253,7 @@ _CLIPS_HINT = "pass uint8 RGB frames [B, T, H, W, 3], normalised clips [B, C, T,
 _TEXTS_HINT = 'pass a list of strings, such as ["a dog catches a frisbee"]'
 
 
-@names_arguments
+@name_arguments_in_errors
 def load_model(
     weights: str | Path,
     *,
@@ -262,11 +267,13 @@ def load_model(
 
     Args:
         weights: Run, exported folder, weights file of AVION, LaViLa or VideoMAE, or NAME:TAG of open_clip.
-        num_frames: Number of frames per clip; temporal embeddings are interpolated to it. Default: as in training.
-        sampling: Frame sampling of the loader. Default: as in training.
-        size_px: Frame size in pixels; positional embeddings are interpolated to it. Default: as in training.
-        device: Device of the model; auto: the GPU if there is one.
-        shards: Data folder for `samples`. Default: the data of the run, in the variants that it was trained on.
+        num_frames: Number of frames per clip. Temporal embeddings are interpolated to this number. Default: the value
+            used in training.
+        sampling: Frame sampling of the loader. Default: the sampling used in training.
+        size_px: Frame size in pixels. Positional embeddings are interpolated to this size. Default: the size used in
+            training.
+        device: Device of the model; "auto" selects the GPU if there is one.
+        shards: Data folder for `samples`. Default: the run's data, with the column variants used in training.
 
     Raises:
         UserError: The weights or the device do not exist, or the weights are damaged or do not support the requested

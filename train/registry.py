@@ -42,9 +42,9 @@ def find_task(name: str) -> TaskSpec:
     return TASKS[name]
 
 
-def tasks_where(holds: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
+def tasks_where(condition: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
     """Return functions that load the tasks for which a condition holds, by name; by default, all tasks."""
-    return {task.name: partial(find_task, task.name) for task in tasks() if holds(task)}
+    return {task.name: partial(find_task, task.name) for task in tasks() if condition(task)}
 
 
 def evaluations() -> dict[str, EvaluationSpec]:

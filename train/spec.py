@@ -179,21 +179,21 @@ class TaskSpec:
         settings: Settings class, whose fields are the flags.
         make: Function that takes settings, attention, device and the result of `run_arguments`, and returns the task.
         run_arguments: Function that takes a run with a checkpoint and returns more arguments for `make`: the classes or
-            the tokenizer of the run, so that its task can be opened without its data.
-        effective_settings: Function that takes settings, source (None without initial weights) and say. It returns the
-            settings with the values that the weights of the source determine.
+            the tokenizer of the run, so that the task can be opened without the run's data.
+        effective_settings: Function that takes settings, source (None without initial weights) and `say`. It returns
+            the settings with the values that the initial weights determine.
         evaluations: Evaluations, in the order of the results page.
-        finish_run: Function that takes run, settings and say. Rank 0 calls it at the end of a run, before it writes the
-            results page.
+        finish_run: Function that takes run, settings and `say`. Rank 0 calls it at the end of a run, before the results
+            page is written.
         start_lines: Function that takes the content of run.json and returns lines to print when training starts.
-        formats: Formats of `train export --format`, each with the code that reads it.
+        formats: Formats of `train export --format`, each with the code that opens it.
         export: Function that takes an `ExportRequest` and returns the exported files; None if `formats` is empty.
-        adopt: Function that takes source, path and say. It returns weights that do not come from a run as this task's
-            model, or None if they belong to a different task.
+        adopt: Function that takes source, path and `say`. It returns this task's model for weights that do not come
+            from a run, or None if the weights belong to a different task.
         adoptable: Description of the weights that `adopt` accepts, such as "a CLIP with both towers".
         adopts_tags: True if a NAME:TAG of open_clip can be this task's model; other tasks reject it before a download.
         has_frame_embedding: True if an export lets the user choose the temporal embedding of a single image.
-        features: Features of the task's video tower; None if it cannot be probed.
+        features: Features of the task's video tower; None if the tower cannot be probed.
         first_run: Proposals for a first run; None for a task that `train quickstart` does not offer.
         pipeline: Pipeline tag of exported weights on the Hugging Face Hub.
     """
@@ -227,7 +227,7 @@ class TaskSpec:
         """Open the task with the given settings.
 
         Args:
-            run: Run with a checkpoint whose classes or tokenizer the task uses; None for a new run or other weights.
+            run: Run with a checkpoint, whose classes or tokenizer are used; None for a new run or other weights.
             opened: Attention backend and device. For weights that do not come from a run, also the `shape` of the
                 model, and the `AdoptedModel.open_arguments`.
         """

@@ -74,17 +74,17 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
     forget_last_step(run)
     assert train("dual-encoder", "--resume", "--out", run) == 2
     error, hint = two_lines(capsys)
-    assert f"variant {VARIANT} of video, which {data} no longer has; the current one is {OTHER}" in error
+    assert f"variant {VARIANT} of video, which {data} no longer has; the current variant is {OTHER}" in error
     settings = "codec h264 (now h265), crf 24 (now 28)"
-    assert f"prep chunk --data {data} with the settings of the current variant, except {settings}; or" in hint
+    assert f"prep chunk --data {data}, with the settings of the current variant, except {settings}; or" in hint
     assert "--out" in hint
 
     # The data folder still names the variant whose folder was deleted.
     set_current_variant(data, "video", VARIANT)
     assert train("dual-encoder", "--resume", "--out", run) == 2
     error, hint = two_lines(capsys)
-    assert f"variant {VARIANT} of video, which {data} no longer has; the current one is missing" in error
-    assert "make it again" in hint and "the current variant" not in hint
+    assert f"variant {VARIANT} of video, which {data} no longer has; the current variant is missing" in error
+    assert "make the variant again" in hint and "the current variant" not in hint
     assert train("eval", "retrieval", run) == 2
     assert "is used instead" not in capsys.readouterr().err
 

@@ -25,11 +25,11 @@ _R = TypeVar("_R")
 _ARGUMENTS = {"--shards": "data"}  # arguments by flag, where the names differ
 
 
-def names_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function of the Python interface so that its errors mention arguments (`num_frames=`) instead of flags.
+def name_arguments_in_errors(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a function of the Python interface so that errors mention arguments (`num_frames=`) instead of flags.
 
-    Lower layers are shared with the commands, so their errors mention flags (`--num-frames`). A flag that matches no
-    argument is left unchanged.
+    Lower layers are shared with the commands, so their errors mention flags (`--num-frames`). A flag that does not
+    match an argument is left unchanged.
     """
     names = inspect.signature(call).parameters.keys()
 
@@ -143,7 +143,8 @@ def shards_value(data: Data, mix: Sequence[float] | None) -> Shards:
     addresses = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
     if invalid := [address for address in addresses if not isinstance(address, str | Path)]:
         raise UserError(
-            f"data is {quote_value(invalid[0])}, not a data folder", hint="pass a string, a Path, or a list of them"
+            f"data is {quote_value(invalid[0])}, not a data folder",
+            hint="pass a string, a Path, or a list of strings or Paths",
         )
     folders = tuple(map(str, addresses))
     if not folders:
@@ -177,20 +178,20 @@ def caption_settings(sources: Mapping[str, float] | None, min_relevancy: float |
 
 def augment_settings(values: Mapping[str, float] | None) -> Augment:
     """Return augmentation settings with these values; raise UserError for unknown names and invalid values."""
-    known = vars(Augment())
-    if values is not None and (not isinstance(values, Mapping) or values.keys() - known.keys()):
+    defaults = vars(Augment())
+    if values is not None and (not isinstance(values, Mapping) or values.keys() - defaults.keys()):
         raise UserError(
             f"augment is {quote_value(values)}, not a dictionary of augmentation settings",
-            hint=f"pass values for some of {', '.join(known)}",
+            hint=f"pass values for some of {', '.join(defaults)}",
         )
     overrides: Mapping[str, Any] = values or {}
     numbers: dict[str, Any] = {}
     for name, value in overrides.items():
-        is_integer = isinstance(known[name], int)
+        is_integer = isinstance(defaults[name], int)
         if isinstance(value, bool) or not isinstance(value, Real) or (is_integer and not float(value).is_integer()):
             noun = "whole number" if is_integer else "number"
             raise UserError(f"augment.{name} is {quote_value(value)}, not a {noun}", hint=f"pass a {noun}")
-        numbers[name] = type(known[name])(value)
+        numbers[name] = type(defaults[name])(value)
     return Augment(**numbers)
 
 

@@ -167,7 +167,9 @@ class BatchMemory:
             self._ring.rotate()
             tensor, content = self._ring[0]
         else:
-            from clipmill.train.device.transfer import pinned_memory  # here, so that reading tars does not load torch
+            from clipmill.train.device.transfer import (
+                pinned_memory,  # imported late, so that reading tars does not load torch
+            )
 
             # Always allocate the full size, so that the memory of a smaller batch can be reused for a full batch.
             tensor = pinned_memory(self._shape, self._dtype)
@@ -227,7 +229,7 @@ class BatchRing:
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
     """Return a copy of a batch with the tensors in `names` moved to `device`, and `length` computed on the CPU."""
-    from clipmill.train.device.transfer import send_pinned  # here, so that reading tars does not load torch
+    from clipmill.train.device.transfer import send_pinned  # imported late, so that reading tars does not load torch
 
     moved = batch.copy()
     if "length" not in moved:

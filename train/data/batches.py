@@ -90,9 +90,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         require_process(self._process, what="batches")
-        if not self._is_given and (now := joined_world()) != self._world:
+        if not self._is_given and (current_world := joined_world()) != self._world:
             raise UserError(
-                f"opened as rank {self._world.rank} of {self._world.size}, used as rank {now.rank} of {now.size}",
+                f"opened as rank {self._world.rank} of {self._world.size}, "
+                f"used as rank {current_world.rank} of {current_world.size}",
                 hint="open the data after creating the process group (docs/python.md), or pass rank= and world=",
             )
         return self._iterate()
@@ -112,9 +113,9 @@ class Batches:
 
     def close(self) -> None:
         """Stop the threads and discard prefetched batches. The next iteration continues after the last batch used."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
+        iterator, self._running = self._running, None
+        if iterator is not None:
+            iterator.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch as a JSON-serialisable dict.
@@ -160,8 +161,8 @@ class Batches:
         self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
-        # This is a generator, so an iteration begins only when its first batch is requested, because Lightning creates
-        # iterators that it never uses.
+        # A generator begins the iteration only when its first batch is requested. Lightning creates iterators that it
+        # never uses.
         require_process(self._process, what="batches")
         self._num_iterations += 1
         iteration, taken = self._num_iterations, self._taken if self._resumes else 0

@@ -48,7 +48,7 @@ class UsableCaptions:
         begin_us, end_us: Span to show in the video, microseconds.
         first_chunk, last_chunk: First and last chunk of the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
-        num_shortened: Number of captions that end after the last chunk of their video, and are cut at its end.
+        num_shortened: Number of captions that are shortened to the end of the last chunk of their video.
     """
 
     caption: NDArray[np.int64]
@@ -77,8 +77,8 @@ def usable_captions(
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption, and omit captions that cannot be shown.
 
-    A caption is usable if all chunks of its span exist. If it ends after the last chunk of its video, it is cut at the
-    end of this chunk.
+    A caption is usable if all chunks of its span exist. A caption that ends after the last chunk of its video is
+    shortened to the end of this chunk.
 
     Args:
         video_row: Row of each caption's video.
@@ -97,10 +97,10 @@ def usable_captions(
     def count(mask: NDArray[np.bool_]) -> int:
         return int(mask.sum() if counts is None else counts[remaining[mask]].sum())
 
-    def drop(reason: Unusable, bad: NDArray[np.bool_]) -> NDArray[np.int64]:
-        if bad.any():
-            num_unusable[reason] = count(bad)
-        return remaining[~bad]
+    def drop(reason: Unusable, is_unusable: NDArray[np.bool_]) -> NDArray[np.int64]:
+        if is_unusable.any():
+            num_unusable[reason] = count(is_unusable)
+        return remaining[~is_unusable]
 
     # The comparison is negated, so that NaN counts as empty.
     remaining = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
@@ -133,23 +133,23 @@ def usable_captions(
         | (end_us > search.end_us[last] + START_ROUNDING_US)
         | (begin_us >= search.end_us[first] + START_ROUNDING_US)
     )
-    kept = ~is_missing
+    is_kept = ~is_missing
     remaining = drop("chunk_missing", is_missing)
     is_selected = np.ones(len(remaining), bool) if selected is None else selected[remaining]
     if selected_chunks is not None:
         num_dropped = np.concatenate([[0], np.cumsum(~selected_chunks)])
-        is_selected &= num_dropped[last[kept] + 1] == num_dropped[first[kept]]
+        is_selected &= num_dropped[last[is_kept] + 1] == num_dropped[first[is_kept]]
     remaining = drop("not_selected", ~is_selected)
-    kept[kept] = is_selected
+    is_kept[is_kept] = is_selected
     one_frame_us = US_PER_S * chunks.fps_den[last].astype(np.int64) // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
         caption=remaining,
-        begin_us=begin_us[kept],
-        end_us=end_us[kept],
-        first_chunk=first[kept],
-        last_chunk=last[kept],
+        begin_us=begin_us[is_kept],
+        end_us=end_us[is_kept],
+        first_chunk=first[is_kept],
+        last_chunk=last[is_kept],
         num_unusable=num_unusable,
-        num_shortened=count((full_end_us - end_us > one_frame_us)[kept]),
+        num_shortened=count((full_end_us - end_us > one_frame_us)[is_kept]),
     )
 
 
@@ -311,7 +311,9 @@ def make_clip_table(
     remarks.append(sources.describe_omitted(split_captions.num_other_sources))
     if num_not_embedded:
         remarks.append(f"{num_not_embedded:,} without embedding")
-    remarks += remarks_of({why: num_unusable[why] for why in get_args(Unusable) if num_unusable[why]}, num_shortened)
+    remarks += remarks_of(
+        {reason: num_unusable[reason] for reason in get_args(Unusable) if num_unusable[reason]}, num_shortened
+    )
     return SampleTable(
         **vars(captions.spans),
         captions=RowCaptions(
@@ -341,14 +343,14 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
 
 def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
     """Return the `TextDigest` of the texts in use, and their common text; None if the texts differ."""
-    digest, begin, same = TextDigest(), 0, set[str | None]()
+    digest, begin, common_texts = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
-        used = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
+        texts_in_chunk = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
         begin += len(chunk)
-        digest.add(used)
-        if len(used) and len(same) < 2:
-            same |= {same_text(pa.chunked_array([used])), used[0].as_py()}
-    return digest.hexdigest(), same.pop() if len(same) == 1 else None
+        digest.add(texts_in_chunk)
+        if len(texts_in_chunk) and len(common_texts) < 2:
+            common_texts |= {same_text(pa.chunked_array([texts_in_chunk])), texts_in_chunk[0].as_py()}
+    return digest.hexdigest(), common_texts.pop() if len(common_texts) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -460,17 +462,17 @@ class ClipGroups:
         self._caption_ids = Rows(num_captions, index_type(max_id))
         self._rank_counts = np.zeros(len(sources.names), np.int64)
 
-    def add(self, part: Clips, *, first_chunk: int = 0) -> None:
+    def add(self, clips: Clips, *, first_chunk: int = 0) -> None:
         """Add the clips of a block. `first_chunk` is the row of the block's first chunk in the chunk table."""
         for name, rows in self._spans.items():
-            rows.add(getattr(part.spans, name) + (first_chunk if name.endswith("part") else 0))
-        runs = runs_of(part.clip, part.rank, num_clips=len(part.spans))
+            rows.add(getattr(clips.spans, name) + (first_chunk if name.endswith("part") else 0))
+        runs = runs_of(clips.clip, clips.rank, num_clips=len(clips.spans))
         self._first_entry.add(runs.first_entry + len(self._rows))
         self._rank.add(runs.rank)
         self._num_runs.add(runs.num_runs)
-        self._rows.add(part.row)
-        self._caption_ids.add(part.caption_id)
-        self._rank_counts += np.bincount(part.rank, minlength=len(self._rank_counts))
+        self._rows.add(clips.row)
+        self._caption_ids.add(clips.caption_id)
+        self._rank_counts += np.bincount(clips.rank, minlength=len(self._rank_counts))
 
     def join(self) -> ClipCaptions:
         """Return the clips of all blocks."""

@@ -77,7 +77,7 @@ class Sources:
 
 
 def equal_weights(names: Sequence[str]) -> str:
-    """Return a value for `--captions.sources` that weights these sources equally, whatever the model fingerprints."""
+    """Return a value for `--captions.sources` that weights these sources equally, for any model fingerprints."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_model_source(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
@@ -97,14 +97,14 @@ def choose_sources(names: list[str], *, weights: str | None, all_sources: Collec
         UserError: A name or pattern does not match any source, or the split has no captions from the selected sources.
     """
     remaining = sorted(names, key=source_order)
-    by_people = [name for name in remaining if not is_model_source(name)]
-    if weights is None and remaining and not by_people:
+    human_sources = [name for name in remaining if not is_model_source(name)]
+    if weights is None and remaining and not human_sources:
         raise UserError(
             f"all captions of this split are from models ({', '.join(remaining)}), which are used only if selected",
             hint=f'select them: --captions.sources "{equal_weights(remaining)}"',
         )
-    not_asked_for = tuple(remaining[len(by_people) :]) if weights is None else ()
-    pairs = [(name, 1.0) for name in by_people] if weights is None else list(parse_weights(weights).items())
+    not_asked_for = tuple(remaining[len(human_sources) :]) if weights is None else ()
+    pairs = [(name, 1.0) for name in human_sources] if weights is None else list(parse_weights(weights).items())
     chosen: list[tuple[str, float]] = []
     for pattern, weight in pairs:
         # A complete name selects only the source of this name, even if it could also be read as a pattern.
@@ -248,15 +248,15 @@ def choice_from_entries(
 
 def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
     """Convert non-negative integers to int32 if all of them fit into it."""
-    fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
-    return numbers.astype(np.int32) if fits else numbers
+    fits_int32 = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
+    return numbers.astype(np.int32) if fits_int32 else numbers
 
 
 def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
-    """Return a remark on the texts that fill the tokenizer's context and may therefore be cut; '' if no text does.
+    """Return a remark on the texts that fill the tokenizer's context and may be truncated; '' if no text does.
 
-    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If these
-    are more than 20,000, only an evenly spaced sample is tokenized.
+    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. Of more
+    than 20,000 such texts, only an evenly spaced sample is tokenized.
 
     Args:
         rows: Rows of the texts to check.
@@ -264,18 +264,18 @@ def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], token
     empty = tokenize("")
     context, padding = len(empty), empty[-1]
     num_bytes = pc.binary_length(texts).to_numpy()[rows]
-    uncertain = rows[num_bytes >= context - 2]
-    sampled = uncertain[:: max(1, len(uncertain) // _MAX_TOKENIZED)]
-    if not len(sampled):
+    candidates = rows[num_bytes >= context - 2]
+    sample = candidates[:: max(1, len(candidates) // _MAX_TOKENIZED)]
+    if not len(sample):
         return ""
     num_full = 0
-    for row in sampled.tolist():
+    for row in sample.tolist():
         text = str(texts[row].as_py())
         num_full += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
     if not num_full:
         return ""
-    about = "" if len(sampled) == len(uncertain) else "about "
-    return f"{about}{round(num_full / len(sampled) * len(uncertain)):,} of {context} tokens or more, cut to {context}"
+    prefix = "" if len(sample) == len(candidates) else "about "
+    return f"{prefix}{round(num_full / len(sample) * len(candidates)):,} of {context} tokens or more, cut to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
@@ -452,7 +452,7 @@ class Captions:
             )
 
     def describe(self) -> list[str]:
-        """Return a remark for the log on the captions that the tokenizer may cut."""
+        """Return a remark for the log on the captions that the tokenizer may truncate."""
         return (
             []
             if self.tokenize is None

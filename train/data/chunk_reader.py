@@ -26,7 +26,12 @@ from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import NUMBERS
 from clipmill.shards.scores import SCORES, open_scores
 from clipmill.shards.selection import find_chunks
-from clipmill.train.data.arguments import names_arguments, require_process, require_strings, require_whole_numbers
+from clipmill.train.data.arguments import (
+    name_arguments_in_errors,
+    require_process,
+    require_strings,
+    require_whole_numbers,
+)
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.data_folder import ChunkSearch, ChunkTable, chunk_table, open_data_folder, rows_of
 from clipmill.train.data.frame_sampling import US_PER_S, to_seconds
@@ -63,9 +68,10 @@ class Chunk:
     def _repr_html_(self) -> str:
         import cv2
 
-        shown = self.frames[np.linspace(0, len(self.frames) - 1, min(_MAX_SHOWN, len(self.frames))).round().astype(int)]
-        width_px = round(_SHOWN_PX * shown.shape[2] / shown.shape[1])
-        strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown], axis=1)
+        indices = np.linspace(0, len(self.frames) - 1, min(_MAX_SHOWN, len(self.frames))).round().astype(int)
+        shown_frames = self.frames[indices]
+        width_px = round(_SHOWN_PX * shown_frames.shape[2] / shown_frames.shape[1])
+        strip = np.concatenate([cv2.resize(frame, (width_px, _SHOWN_PX)) for frame in shown_frames], axis=1)
         jpeg = base64.b64encode(cv2.imencode(".jpg", strip[..., ::-1])[1].tobytes()).decode()
         text = html.escape(
             f"{self.key}: {self.begin_s:.2f} to {self.end_s:.2f} s, {count_noun(len(self.frames), 'frame')}"
@@ -76,7 +82,7 @@ class Chunk:
 class Chunks:
     """Iterable of the decoded chunks of a split, ordered by video and time (`read_chunks`).
 
-    If only a part of a chunk belongs to the split, only this part is returned.
+    If a chunk belongs to the split only in part, only the frames of this split are returned.
 
     Attributes:
         failures: Chunks whose decoding has failed so far, with key, reason and detail.
@@ -122,7 +128,7 @@ class Chunks:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
             numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
             frames = [times.nominal_frame(number) for number in numbers]
-            # If only a part of the chunk is in the split, omit the frames of other splits.
+            # If the chunk belongs to the split only in part, omit the frames of other splits.
             if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:
                 frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
                 frames = frames or [times.frame_at(begin_us, 1)]
@@ -139,7 +145,7 @@ class Chunks:
         )
 
 
-@names_arguments
+@name_arguments_in_errors
 @reading_variants({})
 def read_chunks(
     data: str | Path,
@@ -173,7 +179,7 @@ def read_chunks(
 _MS_PER_S, _LABEL = 1000, "label_"
 
 
-@names_arguments
+@name_arguments_in_errors
 @reading_variants({})
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
@@ -215,9 +221,9 @@ def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
             folder.tars.files.copy_column(SCORES)
         table = open_scores(data_dir, columns={"video_id", "start_ms", *NUMBERS, "duplicate_of"}).table
         rows = find_chunks(table, video_ids=video_ids, video_row=chunks.video_row, start_ms=chunks.start_ms)
-        scored = pa.array(rows, mask=rows < 0)
-        scores = {name: table[name].take(scored) for name in NUMBERS}
-        columns |= scores | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(scored), 0)}
+        score_rows = pa.array(rows, mask=rows < 0)
+        scores = {name: table[name].take(score_rows) for name in NUMBERS}
+        columns |= scores | {"duplicate": pa.compute.greater_equal(table["duplicate_of"].take(score_rows), 0)}
     return pa.table(columns)
 
 
@@ -251,5 +257,5 @@ def _shown_pairs(
     has_ended = chunks.end_us[np.minimum(first, len(chunks) - 1)] <= begin_s * US_PER_S
     counts = np.maximum(last - (first + has_ended) + 1, 0)
     rows = np.repeat(np.arange(len(captions)), counts)
-    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rows, np.repeat(first + has_ended, counts) + within
+    index_in_range = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, np.repeat(first + has_ended, counts) + index_in_range

@@ -111,7 +111,7 @@ class ChunkSet:
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: IDs of the videos of the split, including videos that belong to it only in part.
+        video_ids: IDs of the videos of the split, including videos that belong to the split only in part.
         table: Table of all chunks of these videos. Its video rows are indices of `video_ids`.
         divided: Videos whose seconds belong to several splits, by their rows in `video_ids`; None if there are none.
         selection: Chunks and captions that `where` selects.
@@ -220,7 +220,7 @@ class ChunkSet:
             source = shard.packet_tables.source(row)
         except (OSError, Damaged, Inaccessible, ValueError) as error:
             raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
-        assert source is not None, "a variant holds chunks of one kind"
+        assert source is not None, "a variant contains chunks of only one kind"
         return SourceTimes(**vars(times), source=source)
 
     def describe(self) -> str:
@@ -377,7 +377,7 @@ class ReadClips:
     others: list[dict[int, ChunkBytes | SampleFailed]]
 
 
-MomentsOf = Callable[[int, np.random.Generator | None], Moments]
+MomentsFunction = Callable[[int, np.random.Generator | None], Moments]
 
 
 class ClipReader(ThreadedReader):
@@ -406,7 +406,7 @@ class ClipReader(ThreadedReader):
         annotations: Sequence[Annotations] = (),
         repeats: int = 1,
         same_frames: int = 1,
-        moments: MomentsOf | None = None,
+        moments: MomentsFunction | None = None,
     ) -> None:
         assert table.begin_us is not None and table.end_us is not None
         self.chunks, self.decoder = chunks, chunks.decoder
@@ -437,7 +437,7 @@ class ClipReader(ThreadedReader):
         return to_seconds(first.frame_begin_us(first_frame)), to_seconds(end_us)
 
     def deviations(self) -> list[str]:
-        """Return remarks on repeated samples, and on samples that deviate from the settings, with their numbers."""
+        """Return remarks on repeated samples, and on the number of samples that deviate from the settings."""
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._num_same_frames > 1 else "samples"
@@ -452,7 +452,7 @@ class ClipReader(ThreadedReader):
         return parts
 
     @property
-    def ahead(self) -> ReadAhead | None:
+    def read_ahead(self) -> ReadAhead | None:
         """Functions that read and decode the clips of a remote folder in two steps; None for a local folder."""
         num_readers = self.chunks.num_readers
         return ReadAhead(self.read, self.load_read, num_readers) if num_readers else None
@@ -557,18 +557,18 @@ class ClipReader(ThreadedReader):
                 for chunk, frames in plan.by_chunk.items()
             }
             return self.clip(plan, decoded)
-        building = ClipBuilder(self._shape, num_frames=len(plan.frames), rng=plan.rng, key=plan.key)
+        builder = ClipBuilder(self._shape, num_frames=len(plan.frames), rng=plan.rng, key=plan.key)
         for chunk, indices in plan.by_chunk.items():
 
             def add(frame: int, picture: "av.VideoFrame", indices: dict[int, list[int]] = indices) -> None:
-                building.add(picture, indices[frame])
+                builder.add(picture, indices[frame])
 
             if chunk in shared:
                 for frame in indices:
                     add(frame, shared[chunk][frame])
             else:
                 self.decoder.decode_each(self._bytes(chunk, indices, read), add)
-        return building.clip()
+        return builder.clip()
 
     def _try_read(self, chunk: int, frames: Collection[int]) -> ChunkBytes | SampleFailed:
         try:

@@ -105,7 +105,7 @@ def _has_pairs(schema: pa.Schema) -> bool:
 
 
 def proposed_label(labels: Sequence[str]) -> str:
-    """Return the label to propose: `action` if possible, because verbs and nouns are then scored too; or the first."""
+    """Return the label to propose: `action` if possible, because verbs and nouns are then scored too."""
     return ACTION if ACTION in labels else labels[0]
 
 
@@ -123,7 +123,7 @@ def class_names_of(captions: pa.Table, *, label: str, source: str = "") -> pa.Ch
         source: Suffix that identifies the captions in the error message, such as " of FOLDER".
 
     Raises:
-        UserError: The label does not exist, or a caption may have several values for it.
+        UserError: The label does not exist, or a caption may have several values for the label.
     """
     is_pair = label == ACTION and _has_pairs(captions.schema)
     columns = (_VERB, _NOUN) if is_pair else (f"{_PREFIX}{label}",)
@@ -158,8 +158,8 @@ class LabelledRows:
         label: Class number in each class list, int64 [R, L]; -1 if the list does not contain the caption's class.
         num_captions: Number of captions of the split, with or without labels.
         num_unlabelled: Number of captions without any of the labels.
-        num_other_classes: Number of captions with a label whose class is in none of the lists.
-        other_classes: Suffix for a remark with some names of classes, if no caption has a class in a list; otherwise
+        num_other_classes: Number of captions that have a label, but whose classes are not in the lists.
+        other_classes: Suffix for a remark with some names of classes if no caption has a class in the lists; otherwise
             ''.
     """
 
@@ -186,7 +186,7 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
         is_of_split: Mask of the captions that belong to the split.
 
     Raises:
-        UserError: The captions lack a label, or a caption can have several values for it.
+        UserError: The captions lack a label, or a caption can have several values for the label.
     """
     rows = np.flatnonzero(is_of_split)
     label_RL = np.empty((len(rows), len(classes)), np.int64)
@@ -198,8 +198,10 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     is_kept = (label_RL >= 0).any(axis=1)
     other_classes = ""
     if has_any.any() and not is_kept.any():
-        absent = class_names_of(captions, label=classes[-1].label).take(pa.array(rows)).drop_null().unique()
-        other_classes = f" ({_some_names(absent.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
+        other_names = class_names_of(captions, label=classes[-1].label).take(pa.array(rows)).drop_null().unique()
+        other_classes = (
+            f" ({_some_names(other_names.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
+        )
     return LabelledRows(
         row=rows[is_kept],
         label=label_RL[is_kept],
@@ -211,8 +213,8 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
 
 
 def _some_names(names: Sequence[str]) -> str:
-    shown = ", ".join(map(on_one_line, names[:_NUM_SHOWN]))
-    return f"{shown}, ..." if len(names) > _NUM_SHOWN else shown
+    text = ", ".join(map(on_one_line, names[:_NUM_SHOWN]))
+    return f"{text}, ..." if len(names) > _NUM_SHOWN else text
 
 
 Names = tuple[tuple[str, ...], ...]

@@ -26,7 +26,7 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a crop is extended to the full width or height of the frame if it differs by less than this
+_SNAP_PX = 3  # a crop is extended to the full width or height of the frame if their difference is smaller
 # Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
@@ -49,7 +49,7 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
     This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, it returns the largest centred
     rectangle of an allowed ratio.
     """
-    # Draw all numbers at once, because calling the generator costs more than everything else.
+    # Draw all numbers in one call, because calling the generator costs more than everything else.
     for area_draw, ratio_draw, across, down in rng.random((_NUM_TRIES, 4)).tolist():
         area = width * height * (min_area + (1 - min_area) * area_draw)
         ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * ratio_draw)
@@ -368,10 +368,10 @@ def make_clip(
         SampleFailed: Frames differ in resolution or colour.
     """
     if not in_graph:
-        building = ClipBuilder(shape, num_frames=len(frames), rng=rng, key=key)
+        builder = ClipBuilder(shape, num_frames=len(frames), rng=rng, key=key)
         for indices in indices_of(map(id, frames)).values():
-            building.add(frames[indices[0]], indices)
-        return building.clip()
+            builder.add(frames[indices[0]], indices)
+        return builder.clip()
     converted = {id(frame): as_yuv420(frame) for frame in frames}
     planar = [converted[id(frame)] for frame in frames]
     formats = {_format_of(frame) for frame in planar}

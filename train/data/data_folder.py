@@ -232,16 +232,16 @@ def rows_with_video(
 
 def rows_of(values: pa.ChunkedArray, keys: pa.Array) -> NDArray[np.int64]:
     """Return the index of each value in `keys`, or -1. The entries of a dictionary array are looked up only once."""
-    pieces = [np.empty(0, np.int64)]
+    indices = [np.empty(0, np.int64)]
     last_lookup: tuple[pa.Array, NDArray[np.int64]] | None = None
-    for piece in values.chunks:
-        if pa.types.is_dictionary(piece.type):
-            if last_lookup is None or not last_lookup[0].equals(piece.dictionary):
-                last_lookup = piece.dictionary, index_in(piece.dictionary, keys)
-            pieces.append(last_lookup[1][piece.indices.to_numpy(zero_copy_only=False)])
+    for chunk in values.chunks:
+        if pa.types.is_dictionary(chunk.type):
+            if last_lookup is None or not last_lookup[0].equals(chunk.dictionary):
+                last_lookup = chunk.dictionary, index_in(chunk.dictionary, keys)
+            indices.append(last_lookup[1][chunk.indices.to_numpy(zero_copy_only=False)])
         else:
-            pieces.append(index_in(piece, keys))
-    return np.concatenate(pieces)
+            indices.append(index_in(chunk, keys))
+    return np.concatenate(indices)
 
 
 def index_in(values: pa.Array, keys: pa.Array) -> NDArray[np.int64]:
@@ -269,7 +269,8 @@ class ChunkRows(NamedTuple):
 class Selection:
     """Chunks and captions of a split that the expression of `--where` selects.
 
-    A clip is selected if all chunks that it touches are selected and, if samples have captions, its caption is too.
+    A clip is selected if all chunks that it touches are selected and, if samples have captions, its caption is
+    selected.
 
     Args:
         text: Expression; None selects everything.
@@ -340,7 +341,7 @@ class Selection:
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """Values that identify everything other than the chunks and the manifest that affects the selection."""
+        """Values that identify what affects the selection, other than the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
@@ -405,11 +406,11 @@ class Selection:
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
-        """Return the number of chunks that the expression selects if labels count as chunks, as on the pages of prep.
+        """Return the number of selected chunks if conditions on labels select chunks, as on the pages of prep.
 
         Args:
-            num_chunks: Number of chunks that the conditions other than those on labels select. It is returned if a
-                condition concerns both a label and a caption.
+            num_chunks: Number of chunks selected by the conditions that do not concern labels. This number is returned
+                if a condition concerns both a label and a caption.
         """
         from clipmill.shards.selection import selected_chunks
 
@@ -430,7 +431,7 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """Return values that identify everything other than the chunks and the manifest that affects a selection.
+    """Return values that identify what affects a selection, other than the chunks and the manifest.
 
     Args:
         where: Expression; None selects everything.

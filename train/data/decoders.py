@@ -1,6 +1,6 @@
 """Reading and decoding of chunks: from single packets, or from a complete file in memory through its container.
 
-If the decoder does not output a requested frame, this is an error, and no other frame is used instead.
+If the decoder does not output a requested frame, loading fails instead of using another frame.
 """
 
 import io
@@ -158,7 +158,7 @@ class PlainVideo:
     """
 
     def __init__(self, content: bytes) -> None:
-        from clipmill.shards.timeline.truncation import require_complete  # here, because packets do not need it
+        from clipmill.shards.timeline.truncation import require_complete  # imported late: packets do not need it
 
         self._content = content
         with self._open() as (container, stream):

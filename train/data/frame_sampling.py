@@ -196,12 +196,12 @@ def to_us(seconds: float) -> int:
     return round(seconds * US_PER_S)
 
 
-_LONGEST_S = 1e9  # longer than any video, but in microseconds far below the limit of int64
+_MAX_S = 1e9  # longer than any video, but in microseconds far below the limit of int64
 
 
 def to_whole_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
     """Round seconds to microseconds. Times beyond the end of any video, such as inf, are clipped to fit into int64."""
-    return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
+    return np.rint(np.clip(times_s, -_MAX_S, _MAX_S) * US_PER_S).astype(np.int64)
 
 
 def moments_of(
@@ -308,10 +308,10 @@ def window_frames(
 
     from clipmill.train.device.transfer import send
 
-    free = latents_BFCHW.shape[1] - num_frames
+    num_free = latents_BFCHW.shape[1] - num_frames
     if offset_B is None:
-        return latents_BFCHW[:, free // 2 : free // 2 + num_frames]
-    begin_B = send((offset_B * (free + 1)).astype(np.int64), latents_BFCHW.device)
+        return latents_BFCHW[:, num_free // 2 : num_free // 2 + num_frames]
+    begin_B = send((offset_B * (num_free + 1)).astype(np.int64), latents_BFCHW.device)
     frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
     return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
 

@@ -13,7 +13,7 @@ from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.shards import kind_of
 
 # With fewer clips or questions, the 95 % interval around 50 % is more than about 20 percentage points wide.
-FEW = 100
+MIN_ITEMS = 100
 _Z = 1.96  # number of standard deviations in the 95 % interval of a normal distribution
 
 
@@ -50,7 +50,7 @@ class HeldOut:
     were_trained_on: bool = False
 
     def cautions(self, value: float | None = None, *, items: tuple[int, str] | None = None) -> list[str]:
-        """Return cautions about the metrics. There are none for many clips that do not look like training clips.
+        """Return cautions about the metrics. The list is empty for many clips that do not look like training clips.
 
         Args:
             value: Value of a metric in [0, 1], whose 95 % interval the caution states; None for no interval.
@@ -58,7 +58,7 @@ class HeldOut:
         """
         num, noun = items or (self.num_clips, "clip")
         cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
-        if num < FEW:
+        if num < MIN_ITEMS:
             low, high = interval(0.0 if value is None else value, num)
             suffix = f", so that {percent(value)} has a 95 % interval from {percent(low)} to {percent(high)}"
             cautions.append(f"only {count_noun(num, noun)}{'' if value is None else suffix}")

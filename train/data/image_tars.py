@@ -5,9 +5,9 @@ or video in the tars decides how they are read (`names_images`): tars with image
 are read as a stream.
 
 The pass skips the contents of images. A large index is stored in the cache folder (clipmill.train.data.node_cache)
-under a hash of the tar's path, size and modification time, so that each machine makes it only once. A remote tar is
-downloaded into the cache for indexing, within the cache's size limit; if the copy is evicted later, images are read
-from the remote tar by byte range. A sample without an image or a caption is omitted, counted and reported. A video
+under a hash of the tar's path, size and modification time, so that each machine makes the index only once. A remote
+tar is downloaded into the cache for indexing, within the cache's size limit; if the copy is evicted later, images are
+read from the remote tar by byte range. A sample without an image or a caption is omitted, counted and reported. A video
 among the images is an error.
 """
 
@@ -47,11 +47,14 @@ from clipmill.train.data.workers import StuckResult, map_in_order
 
 # If a sample has several images, the first extension in this order is used, as in open_clip.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = "class", "cls"  # label that is stored in a member, and the member's extension; others are in the json
+LABEL, _CLASS = (
+    "class",
+    "cls",
+)  # label that is stored in a member, and the member's extension; the json has other labels
 MAX_IMAGE_BYTES = 1 << 28  # maximum size of an image file
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
 _BYTES_PER_ROW = 512  # size of a tar header; every sample has at least one header
-_NUM_AT_ONCE = 4  # number of tars that are indexed at the same time
+_NUM_THREADS = 4  # number of tars that are indexed at the same time
 _INDEX_TIMEOUT_S = 86400.0
 
 
@@ -108,7 +111,7 @@ class ImageTars:
         with Activity(f"indexing the images in {count_noun(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tar")
             done = map_in_order(
-                self._index, tars, num_threads=_NUM_AT_ONCE, num_ahead=2 * _NUM_AT_ONCE, stuck_after_s=_INDEX_TIMEOUT_S
+                self._index, tars, num_threads=_NUM_THREADS, num_ahead=2 * _NUM_THREADS, stuck_after_s=_INDEX_TIMEOUT_S
             )
             for tar, index in done:
                 if isinstance(index, StuckResult):
@@ -177,7 +180,7 @@ class ImageTars:
 
 
 def starts_with_image(tar: str, path: Path) -> bool | None:
-    """Return True if the first image or video in a tar is an image, and None if there is neither."""
+    """Return True if the first image or video in a tar is an image; None if the tar has neither images nor videos."""
     for sample in samples_of(tar, path, limits={}):
         if isinstance(sample, TarSample):
             if not sample.locations.keys().isdisjoint(VIDEO_EXTENSIONS):
@@ -271,7 +274,7 @@ class ImageQuery:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
         shape: Rules for cropping and resizing images. All frames of a clip show the same image.
         loading: Settings of the loader: batches, threads and this rank's share.
-        cache, cache_size: Folder for copies of remote tars, and its maximum size
+        cache, cache_size: Folder for copies of remote tars, and the folder's maximum size
             (`clipmill.train.data.remote.open_cache`).
     """
 

@@ -22,7 +22,7 @@ from clipmill.train.config.clips import CaptionSettings, ClipSettings
 from clipmill.train.config.model import Init
 from clipmill.train.config.shards import DataSettings, data_folder_error, kind_of
 from clipmill.train.data import arguments
-from clipmill.train.data.arguments import Data, names_arguments
+from clipmill.train.data.arguments import Data, name_arguments_in_errors
 from clipmill.train.data.batches import Batches, LateBatch
 from clipmill.train.data.chunks import ChunkSet
 from clipmill.train.data.clip_frames import CropRule, Views
@@ -117,7 +117,7 @@ class ClipFinisher:
 
 
 def captions_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """Return all captions of each clip, ordered by source. `samples` are captioned clips or a mixture of them."""
+    """Return all captions of each clip, ordered by source. `samples` are captioned clips or a mixture of such clips."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
@@ -147,7 +147,7 @@ def loading_settings(settings: ClipSettings, world: World, *, device: str | torc
     )
 
 
-@names_arguments
+@name_arguments_in_errors
 def open_clips(
     data: Data,
     *,
@@ -193,7 +193,7 @@ def open_clips(
             folder has its own epochs; an epoch of `Batches` has as many samples as all folders together.
         split: Split of the manifest. Tars have no splits, so all their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
-        variant: Name of the variant to read, or a list of names for several columns, as `prep status` shows them.
+        variant: Name of the column variant to read (see `prep status`), or a list of names for several columns.
             Default: the current variants. `prep gc` does not delete a variant while the batches that read it exist.
         views: Names of cameras, such as ("top", "wrist"). A clip then shows the moment of a group of captions from
             every camera, at the same offsets from the starts of the spans. `video` is [B, V, ...], `time_s` [B, V, T].
@@ -249,7 +249,7 @@ def open_clips(
     if label is not None and (captions != "text" or caption_options != CaptionSettings()):
         raise UserError(
             f"label is {label!r}, which cannot be combined with captions=, sources= or min_relevancy=",
-            hint="omit label=, or omit the others",
+            hint="omit label=, or omit captions=, sources= and min_relevancy=",
         )
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
         kind = "even number, because chroma has half the resolution of luma" if rgb or is_normalised else "number"
@@ -321,7 +321,7 @@ def open_clips(
     )
 
 
-@names_arguments
+@name_arguments_in_errors
 def read_clips(
     data: str | Path,
     table: pa.Table | Mapping[str, Any],
@@ -432,7 +432,8 @@ def _height_and_width(size_px: int | tuple[int, int]) -> tuple[int, int]:
     # The numbers must be even, because chroma has half the resolution of luma.
     if len(sides) != 2 or not all(isinstance(side, Integral) and int(side) > 0 == int(side) % 2 for side in sides):
         raise UserError(
-            f"size_px is {quote_value(size_px)}", hint="use a positive even number, or a pair of them: (height, width)"
+            f"size_px is {quote_value(size_px)}",
+            hint="use a positive even number, or a pair of such numbers (height, width)",
         )
     return int(sides[0]), int(sides[1])
 
@@ -447,7 +448,7 @@ def _offsets_us(offsets_s: Sequence[float]) -> tuple[int, ...]:
     return offsets_us
 
 
-@names_arguments
+@name_arguments_in_errors
 def open_latents(
     data: Data,
     *,
@@ -538,8 +539,8 @@ def open_latents(
         samples = open_mixed(open_source, settings)
     reader: Any = samples.loader.reader
     shown_captions = reader.captions if captions == "text" and classes is None else None
-    late = () if samples.folders is None else ("folder",)
-    names = ("key", "begin_s", "end_s", *late, *(["caption"] if shown_captions else []))
+    mixture_names = () if samples.folders is None else ("folder",)
+    names = ("key", "begin_s", "end_s", *mixture_names, *(["caption"] if shown_captions else []))
 
     def finish(entries: dict[str, Any]) -> dict[str, Any]:
         key, clip_id, text_row = entries["key"], entries["clip_id"], entries.pop("text_row", None)

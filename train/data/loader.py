@@ -35,7 +35,7 @@ class SampleRequest:
     Attributes:
         sample: Index of the sample.
         position: Position in the order.
-        seed: Seed of random choices; None in an evaluation, which makes none.
+        seed: Seed of random choices; None in an evaluation, which does not make random choices.
     """
 
     sample: int
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
     Attributes:
         samples: Indices of the samples, int64 [N]; -1 for an empty position of the order.
-        positions: Positions in the order, int64 [N]; in an evaluation, the same as `samples`.
+        positions: Positions in the order, int64 [N]; in an evaluation, equal to `samples`.
         seed: Seed of random choices; None in an evaluation.
     """
 
@@ -77,7 +77,7 @@ class LoaderSettings:
         seed: Seed of the order and of random choices.
         group: Number of consecutive samples that are loaded together.
         rank, num_ranks: Index of this rank, and number of ranks.
-        stuck_after_s: Time limit for loading a sample, seconds. A sample that takes longer has failed.
+        stuck_after_s: Time limit for loading a sample, seconds. A sample that takes longer counts as failed.
         pin: True to store batches in pinned memory, for copies to a GPU.
         can_keep: True to never overwrite a batch in use. Otherwise, a batch is overwritten by the second batch after
             it.
@@ -123,7 +123,7 @@ class Reader(Protocol):
     """Reader that turns rows into samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """Return the samples or failures of the blocks, in order; None for an empty position. Samples load ahead."""
+        """Return the samples or failures of the blocks, in order; None for an empty position. It loads ahead."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
         """Return a function that collates samples into batches. Each iteration uses a new function."""
@@ -223,7 +223,7 @@ class Loader:
         return self.reader.outcomes(_evaluation_blocks(samples), self.loading)
 
     def state_dict(self) -> LoaderState:
-        """Return the state after the last batch. It is the same on all ranks unless a sample has failed."""
+        """Return the state after the last batch. All ranks have equal states unless a sample has failed."""
         position, ahead = self.cursor
         return LoaderState(position=position, ahead=list(ahead), seed=self.loading.seed, samples=self._rows.fingerprint)
 
@@ -265,19 +265,19 @@ class Loader:
 
     def _training_blocks(self, begin: Cursor) -> Iterator[Block]:
         """Yield this rank's positions and their samples, starting at a cursor."""
-        taken, size, share = 0, _FIRST_BLOCK, self.loading.share
+        num_taken, size, share = 0, _FIRST_BLOCK, self.loading.share
         while True:
-            positions = begin.positions(taken, size, share)
+            positions = begin.positions(num_taken, size, share)
             samples = positions if self._order is None else self._order.at(positions)
             yield Block(samples, positions, self.loading.seed)
-            taken, size = taken + size, min(size * _GROWTH, _BLOCK)
+            num_taken, size = num_taken + size, min(size * _GROWTH, _BLOCK)
 
 
 def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
     if isinstance(samples, range):
         for begin in range(0, len(samples), _BLOCK):
-            part = samples[begin : begin + _BLOCK]
-            numbers = np.arange(part.start, part.stop, part.step)
+            block = samples[begin : begin + _BLOCK]
+            numbers = np.arange(block.start, block.stop, block.step)
             yield Block(numbers, numbers, None)
         return
     for sample in samples:  # one sample per block, because the iterable may be endless

@@ -8,7 +8,7 @@ A member is verified against its checksum once per process, when it is first nee
 member that does not match its checksum stays unusable until the process ends.
 
 Tars of remote variants (`RemoteMaps`) are downloaded into the cache in the background, and mapped from there. If a tar
-does not fit into the cache or has not arrived yet, its bytes are read by range.
+does not fit into the cache or has not been downloaded yet, its bytes are read by range.
 """
 
 import errno
@@ -45,7 +45,7 @@ from clipmill.train.data.workers import StuckResult
 
 _UNKNOWN, _GOOD = 0, 1
 
-# Bytes of a tar, and the start and end of a part in them. Slicing parts only when a batch is copied saves time.
+# Bytes of a tar, and the start and end of a part in these bytes. Slicing parts only when a batch is copied saves time.
 Part = tuple[memoryview, int, int]
 
 
@@ -161,7 +161,7 @@ class MappedTars:
 
 
 class _Map:
-    """Handle with which `OPEN_MAPS` closes a mapped tar (clipmill.manifests.mapped_files)."""
+    """Handle that `OPEN_MAPS` uses to close a mapped tar (clipmill.manifests.mapped_files)."""
 
     def __init__(self, views: list[memoryview | None], number: int) -> None:
         self._views, self._number = views, number
@@ -172,10 +172,10 @@ class _Map:
         return True
 
 
-def unusable_error(path: Path, column: str, why: str) -> UserError:
+def unusable_error(path: Path, column: str, reason: str) -> UserError:
     """Return the error for a file of a column that cannot be used."""
     return UserError(
-        f"{path} cannot be used: {why}",
+        f"{path} cannot be used: {reason}",
         hint=f"run prep verify to list all damage, and prep {column} to rebuild damaged shards",
     )
 
@@ -314,9 +314,9 @@ def places_of(
     if array_bytes is not None:
         header = size - array_bytes
         is_valid &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
-    bad = np.flatnonzero(~is_valid)
-    if len(bad):
-        row = int(bad[np.lexsort((table["row"].to_numpy()[bad], shard_of[bad]))[0]])
+    invalid = np.flatnonzero(~is_valid)
+    if len(invalid):
+        row = int(invalid[np.lexsort((table["row"].to_numpy()[invalid], shard_of[invalid]))[0]])
         shard = variant.shard(int(tars.shard_ids[shard_of[row]]))
         key = shard.index["key"][int(table["row"][row].as_py())].as_py()
         raise unusable_error(
@@ -325,11 +325,11 @@ def places_of(
     return starts[shard_of] + offset + header, header.astype(np.int32)
 
 
-_NUM_FETCHED_AT_ONCE = 4
+_NUM_FETCH_THREADS = 4
 _RETRY_AFTER_S = 0.2  # delay before the next attempt
 _JOIN_TIMEOUT_S = 10.0
 _NUM_ATTEMPTS = 3
-_MAX_MAPPED = MAX_OPEN_MAPS // 2  # the rest is for indexes
+_MAX_MAPPED = MAX_OPEN_MAPS // 2  # the other maps are for indexes
 
 
 class RemoteMaps(MappedTars):
@@ -411,7 +411,7 @@ class RemoteMaps(MappedTars):
         end, arguments = threading.Event(), (weakref.ref(self), pending)
         threads = [
             threading.Thread(target=_fetch_all, args=(*arguments, end), name="cache", daemon=True)
-            for _ in range(min(_NUM_FETCHED_AT_ONCE, len(numbers)))
+            for _ in range(min(_NUM_FETCH_THREADS, len(numbers)))
         ]
         for thread in threads:
             thread.start()
@@ -457,7 +457,7 @@ class RemoteMaps(MappedTars):
         cache = self._tars.cache
         try:
             cache.claim({self._cached_name(number): self._shards[number].tar_bytes for number in numbers})
-            with ThreadPoolExecutor(_NUM_FETCHED_AT_ONCE) as pool:
+            with ThreadPoolExecutor(_NUM_FETCH_THREADS) as pool:
                 list(pool.map(lambda number: self.fetch(number, waits=True), numbers))
         except NoRoom as error:
             raise UserError(

@@ -109,9 +109,9 @@ class MixedOrder:
         first, slot = self._block_of(np.array([group]))
         folders = self._shuffle(first)[0]
         num_groups = self._numbers(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
-        taken = num_groups * self._group
-        taken[folders[int(slot[0])]] += member
-        return [_num_samples(order, num) for order, num in zip(self._orders, taken.tolist(), strict=True)]
+        num_positions = num_groups * self._group
+        num_positions[folders[int(slot[0])]] += member
+        return [_num_samples(order, num) for order, num in zip(self._orders, num_positions.tolist(), strict=True)]
 
     def visits_per_epoch(self) -> list[float]:
         """Return for each folder how often an epoch of the mixture visits each sample on average."""
@@ -276,7 +276,7 @@ def require_equal_facts(facts: Mapping[str, Mapping[str, str]]) -> None:
                 other = other_facts[name]
                 raise UserError(
                     f"{first} and {address} cannot be mixed: {name} {value} in the first, {other} in the second",
-                    hint="make the column with the same settings and weights for both, or train on one of the folders",
+                    hint="make the column with equal settings and weights in both folders, or train on one folder",
                 )
 
 
@@ -424,9 +424,9 @@ class MixedReader(ThreadedReader):
                 reader.decoder = decoders[0]
 
     @property
-    def ahead(self) -> ReadAhead | None:
+    def read_ahead(self) -> ReadAhead | None:
         """Functions that load samples in two steps, if a folder is remote; None if all folders are local."""
-        num_threads = [reader.ahead.num_threads for reader in self._readers if reader.ahead is not None]
+        num_threads = [reader.read_ahead.num_threads for reader in self._readers if reader.read_ahead is not None]
         return ReadAhead(self.read, self.load_read, max(num_threads)) if num_threads else None
 
     def key(self, sample: int) -> str:

@@ -1,14 +1,14 @@
 """Cache for results that all ranks of a machine share: one rank computes a result and writes a file, all ranks map it.
 
-Millions of samples cannot be opened without sorting and searching arrays of as many rows. If every rank did this, the
-machine would need a multiple of the time and memory. Therefore the first rank computes the result under a lock, and
+Opening millions of samples requires sorting and searching arrays with millions of rows. If every rank did this, the
+machine would need several times as much time and memory. Therefore the first rank computes the result under a lock, and
 publishes it in the `--cache` folder or the user's cache folder. The other ranks, and later runs on the same data, map
 the file. Its name contains a hash of everything that affects the result: commits, manifest, split, settings, and the
 format version. The file is an Arrow file with a checksum, and is rebuilt if it is damaged.
 
 Small results are computed by every rank, without a file. If the folder is not writable, every rank also computes large
-results, with a warning on standard error. The folder holds at most `_MAX_BYTES`; the least recently used files are
-removed first.
+results, with a warning on standard error. The folder size is limited to `_MAX_BYTES`; the least recently used files
+are removed first.
 """
 
 import ctypes
@@ -76,10 +76,10 @@ def open_shared(
         return compute()
     key = hashlib.sha256(repr([_FORMAT, *depends_on]).encode()).hexdigest()[:32]
     by_name = {kind.__name__: kind for kind in types}
-    with ExitStack() as held:
+    with ExitStack() as locks:
         try:
             path = _folder() / f"{prefix}-{key}"
-            held.enter_context(hold_lock(path.with_name(f".{key}.lock")))
+            locks.enter_context(hold_lock(path.with_name(f".{key}.lock")))
             opened = _open(path, by_name)
         except OSError as error:
             _warn(error)
@@ -112,21 +112,21 @@ def _warn(error: OSError) -> None:
     sys.stderr.write(f"warning: {error}; each rank computes its own copy (see --cache)\n")
 
 
-def scratch(count: int, kind: Any) -> NDArray[Any]:
+def scratch(count: int, dtype: Any) -> NDArray[Any]:
     """Return an uninitialised array. A large array is backed by an unnamed temporary file instead of memory.
 
     Functions that compute large results collect rows in such arrays, because the kernel can write their pages to disk.
     """
-    size_bytes = count * np.dtype(kind).itemsize
+    size_bytes = count * np.dtype(dtype).itemsize
     if size_bytes < SCRATCH_BYTES:
-        return np.empty(count, kind)
+        return np.empty(count, dtype)
     try:
         with tempfile.TemporaryFile(dir=_folder()) as file:
             # Reserve the disk space, because writing to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, size_bytes)
-            return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), kind)
+            return np.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype)
     except OSError:
-        return np.empty(count, kind)
+        return np.empty(count, dtype)
 
 
 def index_type(count: int) -> type[np.int32 | np.int64]:
@@ -155,8 +155,8 @@ class Rows:
 
 
 def _folder() -> Path:
-    chosen = _chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
-    folder = chosen / FOLDER
+    cache_folder = _chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
+    folder = cache_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -51,7 +51,7 @@ class SampleOrder:
         num_full = self.num_samples // self.group
         is_full = groups < num_full
         if is_full.any():
-            # Compute all epochs at once: in a small data set, the positions of a block belong to many epochs.
+            # Compute all epochs together: in a small data set, the positions of a block belong to many epochs.
             distinct, number = np.unique(epochs[is_full], return_inverse=True)
             keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
             groups[is_full] = _permute_with_keys(
@@ -70,7 +70,7 @@ class Share:
     first position of the order, so a resumed run with the same number of ranks continues with the same shares.
 
     Attributes:
-        rank: Rank, or an array of ranks to compute several shares at once.
+        rank: Rank, or an array of ranks to compute several shares in one call.
         num_ranks: Number of ranks.
         group: Number of positions in a group.
     """
@@ -176,9 +176,9 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         position = self._first_unused(num_common, share)
         num_before = int(share.count_before(position) - share.count_before(self.position))
         num_before -= int(np.searchsorted(share.at(self._numbers_ahead(share)), position))
-        early = self.positions(num_before, num_used - num_before, share).tolist()
+        used_ahead = self.positions(num_before, num_used - num_before, share).tolist()
         later = {used for used in self.ahead if used > position}
-        cursor = Cursor(position, tuple(sorted(later.union(early))))
+        cursor = Cursor(position, tuple(sorted(later.union(used_ahead))))
         # With several ranks, `position` must not depend on a rank's failures: `merge_cursors` compares the positions.
         return cursor if share.num_ranks > 1 else merge_cursors([cursor])
 
@@ -217,7 +217,7 @@ def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
 
 
 def set_fingerprint(order: str, content: str) -> str:
-    """Return the fingerprint of a set of samples. It has two parts, so that an error can report which part differs.
+    """Return the fingerprint of a set of samples, in two parts, so that an error can report which part differs.
 
     Args:
         order: Hash of the samples and their order.

@@ -3,7 +3,7 @@
 The life cycle of a failed sample answers the question "Why was this sample skipped?":
 
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
-2. The reader returns a `FailedSample`. It does the same for a sample that is not ready in time ("stuck").
+2. The reader returns a `FailedSample`. A sample that is not ready in time also becomes a `FailedSample` ("stuck").
 3. The next sample in order takes its place in the batch, and `LoadedBatch.failed` contains the failure. If there are
    more than `max_failures` failures, `TooManyFailures` is raised instead.
 4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the
@@ -126,10 +126,10 @@ class SampleFailed(ClipmillError):
 
 def describe_repeats(keys: Sequence[str]) -> str:
     """Return a suffix for a message that names chunks that failed repeatedly; empty if all keys are different."""
-    if len(distinct := list(dict.fromkeys(keys))) == len(keys):
+    if len(distinct_keys := list(dict.fromkeys(keys))) == len(keys):
         return ""
-    names = ", ".join([*distinct[:_MAX_NAMED], *(["..."] if len(distinct) > _MAX_NAMED else [])])
-    return f": {count_noun(len(distinct), 'file or chunk', 'files or chunks')} failed again and again ({names})"
+    names = ", ".join([*distinct_keys[:_MAX_NAMED], *(["..."] if len(distinct_keys) > _MAX_NAMED else [])])
+    return f": {count_noun(len(distinct_keys), 'file or chunk', 'files or chunks')} failed again and again ({names})"
 
 
 class TooManyFailures(ClipmillError):
@@ -145,7 +145,7 @@ class TooManyFailures(ClipmillError):
 
 
 class FailureBudget:
-    """Counter of failures, with a limit. It also holds the failures since the last batch.
+    """Counter of failures, with a limit. The counter also stores the failures since the last batch.
 
     Args:
         max_failures: Maximum number of failures; None for no limit.

@@ -33,7 +33,7 @@ def prefetch(
         # "cuda" without an index means the current GPU of the thread, which is GPU 0 in a new thread.
         device = torch.device("cuda", torch.cuda.current_device())
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # A queue of tokens, not a semaphore, because an interrupt during a release would leave a semaphore locked.
+    # Use a queue of tokens, because an interrupt during the release of a semaphore would leave it locked.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -49,7 +49,7 @@ def prefetch(
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     batch = to_device(loaded.batch, device, names=names)
                 if stream is not None:
-                    stream.synchronize()  # because the model's stream does not wait for the copy stream
+                    stream.synchronize()  # the model's stream does not wait for the copy stream
                 ready.put(loaded._replace(batch=batch))
             ready.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
@@ -83,7 +83,7 @@ def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
 
 
 def broadcast_batch(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """Broadcast the first stage's batch. Other stages receive it without frames and latents, and ignore `loaded`."""
+    """Broadcast the first stage's batch. Other stages receive the batch without pictures, and ignore `loaded`."""
     if stages.size == 1:
         return loaded
     received = stages.first(lambda: None if loaded is None else _without_pictures(loaded))

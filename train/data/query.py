@@ -189,7 +189,7 @@ def open_mixed(open_source: Callable[[str], Opened], settings: DataSettings) -> 
         try:
             parts.append(open_source(folder))
         except UserError as error:
-            error.add_hint(f"this is about {folder}")
+            error.add_hint(f"the error concerns {folder}")
             raise
     from clipmill.train.data.mixed_samples import MixedSamples
 

@@ -1,4 +1,4 @@
-"""Relevancy of sentences for clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and captions drawn by it.
+"""Relevancy of sentences for clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and draws by relevancy.
 
     relevancy = ((1 if the verb classes are equal, otherwise 0) + IoU of the sets of noun classes) / 2
 
@@ -110,8 +110,8 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
     # Each value is determined by a triple: 1 if the verbs are equal, the number of shared nouns, the size of the union.
-    shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
-    iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
+    num_shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+    iou = np.divide(num_shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
     triple_RC = np.empty((len(clips.verb_N), len(sentences.verb_N)), np.uint16 if 2 * size**2 <= 1 << 16 else np.int64)
     nouns_KC = sentences.nouns_NK.T.astype(np.float32)
@@ -119,10 +119,10 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     for begin in range(0, len(triple_RC), _BLOCK_ROWS):
         part = slice(begin, begin + _BLOCK_ROWS)
         # float32 is exact here, because all values are small integers.
-        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)
-        union = num_clip[part, None] + num_sentence - shared
+        num_shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)
+        union = num_clip[part, None] + num_sentence - num_shared
         has_verb = clips.verb_N[part, None] == sentences.verb_N
-        triple_RC[part] = (has_verb * size + shared) * size + union
+        triple_RC[part] = (has_verb * size + num_shared) * size + union
         occurs[triple_RC[part]] = True
     values_V = np.unique(value_of_triple[occurs])
     _require_few(values_V)
@@ -131,7 +131,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
 
 
 def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
-    """Compress a matrix a few rows at a time; it may be memory-mapped.
+    """Compress a matrix, which may be memory-mapped, a few rows at a time.
 
     Raises:
         NoRelevancy: A value is NaN or outside [0, 1], or there are more than 256 different values.
@@ -177,10 +177,12 @@ def _encode_row(
     row: NDArray[np.float64], values_V: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     """Add the new values of a row to `values_V`; return all values, and the row as indices of values."""
-    new = np.setdiff1d(row, values_V)
-    if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
-        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, but a relevancy is between 0 and 1")
-    values_V = np.concatenate([values_V, new])
+    new_values = np.setdiff1d(row, values_V)
+    if len(new_values) and not (new_values[0] >= 0 and new_values[-1] <= 1):  # NaN is sorted last
+        raise NoRelevancy(
+            f"it has {new_values[0] if new_values[0] < 0 else new_values[-1]}, but a relevancy is between 0 and 1"
+        )
+    values_V = np.concatenate([values_V, new_values])
     _require_few(values_V)
     order = np.argsort(values_V)
     return values_V, order.astype(np.uint8)[np.searchsorted(values_V[order], row)]
@@ -214,17 +216,17 @@ class RelevantCaptions:
         self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
         caption_of_entry = np.empty_like(self._entry)
         caption_of_entry[self._entry] = np.arange(len(self._entry))
-        own_caption = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
+        first_caption = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
         actions = _actions(captions)
         coded = captions["text"].combine_chunks().dictionary_encode()
         sentence = coded.indices.to_numpy().astype(np.int64)
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
-        self._own_sentence = sentence[own_caption]
+        self._first_sentence = sentence[first_caption]
         self._min = min_relevancy
         self._relevancy: Relevancy = relevancy_of_classes(
             *(
                 Actions(actions.verb_N[rows], actions.nouns_NK[rows])
-                for rows in (own_caption, self._caption_of_sentence)
+                for rows in (first_caption, self._caption_of_sentence)
             )
         )
 
@@ -232,9 +234,9 @@ class RelevantCaptions:
         """Draw a caption; return its entry and relevancy. The result is a pure function of (clip, position, seed)."""
         # Find the sentences that can be shown with the clip, and the entries of their captions.
         values_M = self._relevancy.rows(np.array([clip]))[0]
-        values_M[self._own_sentence[clip]] = 1.0
-        chosen = np.flatnonzero(values_M > self._min)
-        entries, values = self._entry[self._caption_of_sentence[chosen]], values_M[chosen]
+        values_M[self._first_sentence[clip]] = 1.0
+        sentences = np.flatnonzero(values_M > self._min)
+        entries, values = self._entry[self._caption_of_sentence[sentences]], values_M[sentences]
         bound, positions = np.array([len(entries)]), np.array([position])
         number = int(integers_below(bound, positions, seed=seed, purpose="relevant caption")[0])
         return int(entries[number]), float(values[number])

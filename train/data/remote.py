@@ -53,7 +53,7 @@ from clipmill.shards.opening import scan
 from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.scores import CHUNKS_FILE, score_table_problem
 
-NUM_AT_ONCE = 32  # number of files that are copied at the same time
+NUM_THREADS = 32  # number of files that are copied at the same time
 _ETAGS_FILE = ".etags.json"  # ETags of the commit records that have been copied
 _LAUNCH_FILE = ".copied-{}.json"
 _LINK = re.compile(r'href="([^"/?]+\.json)"')
@@ -90,7 +90,7 @@ class RemoteFiles:
         """
         with (
             self._errors(missing="use a data folder that prep made, or tars: {000..999}.tar"),
-            self._once("manifest") as is_due,
+            self._lock_copy("manifest") as is_due,
         ):
             if is_due:
                 _publish(self.copy / DATASET_FILE, self.objects.read(DATASET_FILE))
@@ -109,7 +109,7 @@ class RemoteFiles:
         self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that prep gc keeps it
         with (
             self._errors(missing=f"run prep {command_for(column, variant)}"),
-            self._once(f"{column}-{variant}") as is_due,
+            self._lock_copy(f"{column}-{variant}") as is_due,
         ):
             if is_due:
                 self._copy_variant(f"{column}/{variant}")
@@ -167,7 +167,7 @@ class RemoteFiles:
             return
         variant = Variant(local)
         files = [shard.commit.files for shard in shards_to_merge(variant) if shard.commit.files is not None]
-        _at_once(lambda shard: self.copy_file(f"{folder}/{shard.index}", sha256=shard.index_sha256), files)
+        _copy_in_parallel(lambda shard: self.copy_file(f"{folder}/{shard.index}", sha256=shard.index_sha256), files)
         with suppress(UserError):  # a damaged index is reported when the data are opened
             update_chunk_table(variant, column=folder.partition("/")[0])
 
@@ -180,7 +180,7 @@ class RemoteFiles:
             with suppress(FileNotFoundError):
                 self.objects.fetch(f"{folder}/{part}", local / part)
 
-        _at_once(fetch, _missing_parts(variant))
+        _copy_in_parallel(fetch, _missing_parts(variant))
         return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
@@ -203,7 +203,7 @@ class RemoteFiles:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(commit_bytes(in_table[name]))  # not synced: without an ETag, it is written again
         missing = [name for name in changed if name not in in_table]
-        _at_once(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), missing)
+        _copy_in_parallel(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), missing)
         for name in replaced_folders:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
@@ -258,10 +258,10 @@ class RemoteFiles:
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def _once(self, what: str) -> Iterator[bool]:
-        """Hold the lock of the copy; yield False if a process of the same launch has already copied `what`."""
+    def _lock_copy(self, item: str) -> Iterator[bool]:
+        """Hold the lock of the copy; yield False if a process of the same launch has already copied `item`."""
         self.copy.mkdir(parents=True, exist_ok=True)
-        path, launch = self.copy / _LAUNCH_FILE.format(what), _launch()
+        path, launch = self.copy / _LAUNCH_FILE.format(item), _launch()
         with hold_lock(self.copy / ".lock"):
             is_due = launch is None or not path.is_file() or path.read_text() != launch
             yield is_due
@@ -339,9 +339,9 @@ def _missing_parts(variant: Variant) -> list[str]:
     return [] if score_table_problem(variant) is None else [CHUNKS_FILE]
 
 
-def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+def _copy_in_parallel(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
     """Call `copy` for several items at the same time, because each copy waits for the network."""
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(copy, items))  # consumes the results, so that errors are raised here
 
 
@@ -496,7 +496,7 @@ class RemoteTars:
         """Distinguish denied access to an object from rejected credentials, in a context around reads.
 
         An object to which access is denied is unreadable, but rejected credentials end the run. dataset.json could be
-        read when the folder was opened; if access to it is denied now, the credentials have been rejected.
+        read when the folder was opened; if access to dataset.json is denied now, the credentials have been rejected.
         """
         try:
             yield

@@ -157,7 +157,7 @@ class RowReader(Reader, Protocol):
         """Return frames as the model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
-        """Return remarks on samples that deviate from the settings, with their numbers."""
+        """Return remarks on the number of samples that deviate from the settings."""
 
 
 class RowCaptioner(Protocol):

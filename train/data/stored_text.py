@@ -120,7 +120,7 @@ class TextRows:
 def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa.Array) -> tuple[TextMembers, TextRows]:
     """Return the locations of the embeddings of all captions.
 
-    They come from the variant's merged table or, if there is none, from the indexes of its shards.
+    The locations come from the variant's merged table or, if there is none, from the indexes of its shards.
 
     Args:
         starts: Place of each shard's tar.
@@ -132,10 +132,10 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     tars, rows = variant.tar_files, member_rows(variant)
     table = rows.table
     shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
-    by_shard = np.lexsort((table["row"].to_numpy(), shard_of))
+    shard_order = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()
-    if (other := np.flatnonzero(widths[by_shard] != widths[by_shard[0]])).size:
-        first, second = (int(by_shard[number]) for number in (other[0] - 1, other[0]))
+    if (other := np.flatnonzero(widths[shard_order] != widths[shard_order[0]])).size:
+        first, second = (int(shard_order[number]) for number in (other[0] - 1, other[0]))
         first_tar, second_tar = (tars.path(int(shard_of[number])) for number in (first, second))
         raise UserError(
             f"text embeddings differ in width: {widths[first]} in {first_tar}, {widths[second]} in {second_tar}",
@@ -156,26 +156,26 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     caption_row, caption_id = (pc.list_flatten(table[name]).to_numpy() for name in ("caption_row", "caption_id"))
     member = np.repeat(np.arange(len(table)), pc.list_value_length(table["caption_row"]).to_numpy())
     same_lists = pc.all(pc.equal(pc.list_value_length(table["caption_row"]), pc.list_value_length(table["caption_id"])))
-    wrong = (caption_row < 0) | (caption_row >= num_rows[member])
-    if not same_lists.as_py() or wrong.any():
-        number = int(shard_of[member[wrong.argmax()]]) if wrong.any() else 0
+    is_invalid = (caption_row < 0) | (caption_row >= num_rows[member])
+    if not same_lists.as_py() or is_invalid.any():
+        number = int(shard_of[member[is_invalid.argmax()]]) if is_invalid.any() else 0
         shard = variant.shard(int(tars.shard_ids[number]))
         raise unusable_error(shard.index_path, shard.commit.column, "it lists rows that its tar does not have")
-    by_place = np.argsort(place, kind="stable")
+    place_order = np.argsort(place, kind="stable")
     members = TextMembers(
         width=int(widths[0]),
-        place=(place - header_bytes)[by_place],
-        size_bytes=(header_bytes + array_bytes)[by_place],
-        crc32=table["crc32"].to_numpy()[by_place],
-        video_row=video_row[by_place],
+        place=(place - header_bytes)[place_order],
+        size_bytes=(header_bytes + array_bytes)[place_order],
+        crc32=table["crc32"].to_numpy()[place_order],
+        video_row=video_row[place_order],
         max_tokens=0 if tokens is None else int(tokens.max(initial=0)),
     )
     text = first[member] + caption_row
     row = caption_row if first_vector is None else first_vector[text] - first_vector[first[member]]
     places = place[member] + row * np.int64(row_bytes)
-    by_id = np.argsort(caption_id, kind="stable")
-    lengths = None if tokens is None else tokens[text][by_id]
-    return members, TextRows(caption_id[by_id], video_row[member][by_id], places[by_id], lengths)
+    id_order = np.argsort(caption_id, kind="stable")
+    lengths = None if tokens is None else tokens[text][id_order]
+    return members, TextRows(caption_id[id_order], video_row[member][id_order], places[id_order], lengths)
 
 
 def encoder_of(variant: Variant) -> str:

@@ -31,7 +31,7 @@ MAX_NAME_BYTES = 4096
 MAX_EXPANSION = 64
 _FREE_BYTES = 64 << 20  # decompressed size up to which any ratio is allowed
 _XZ_MEMORY_BYTES = 256 << 20  # memory limit of the decompressor, four times as much as `xz -9` needs
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _PAX = (b"x", b"X")
 _WITHOUT_PAYLOAD = (
     tarfile.LNKTYPE,
@@ -55,7 +55,7 @@ class Member:
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
         content: Bytes of the file; None if they are not needed or cannot be read.
-        problem: Predicate that follows the name in messages and says why the file cannot be read; None if it can.
+        problem: Predicate after the file's name in messages that states why the file is unreadable; None otherwise.
     """
 
     name: str
@@ -121,11 +121,11 @@ class _Source:
             content = self._stream.read(size_bytes)
             self._advance(len(content))
         else:
-            pieces = io.BytesIO()  # grows with the data, regardless of the size that a header declares
-            while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
-                self._advance(len(piece))
-                pieces.write(piece)
-            content = pieces.getvalue()
+            payload = io.BytesIO()  # grows with the data, regardless of the size that a header declares
+            while (missing := size_bytes - payload.tell()) and (part := self._stream.read(min(missing, _READ_BYTES))):
+                self._advance(len(part))
+                payload.write(part)
+            content = payload.getvalue()
         if len(content) < size_bytes:
             raise self.damage("it was cut short")
         self.skip(padded_size(size_bytes) - size_bytes)
@@ -139,15 +139,15 @@ class _Source:
             self._advance(size_bytes)
             return
         while size_bytes:
-            piece = self._stream.read(min(size_bytes, _PIECE_BYTES))
-            if not piece:
+            part = self._stream.read(min(size_bytes, _READ_BYTES))
+            if not part:
                 raise self.damage("it was cut short")
-            self._advance(len(piece))
-            size_bytes -= len(piece)
+            self._advance(len(part))
+            size_bytes -= len(part)
 
-    def damage(self, why: str) -> DamagedTar:
+    def damage(self, reason: str) -> DamagedTar:
         """Return the error for a tar that cannot be read any further."""
-        return DamagedTar(self._path, f"the tar cannot be read after byte {self.position:,}: {why}")
+        return DamagedTar(self._path, f"the tar cannot be read after byte {self.position:,}: {reason}")
 
     def _require_available(self, size_bytes: int) -> None:
         if not self._is_compressed and self.position + size_bytes > self._file_bytes:
@@ -261,12 +261,12 @@ class _Xz(io.RawIOBase):
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
         while True:
-            packed = self._file.read(_PIECE_BYTES) if self._decompressor.needs_input else b""
+            packed = self._file.read(_READ_BYTES) if self._decompressor.needs_input else b""
             if self._decompressor.needs_input and not packed:
                 raise EOFError("the compressed data ends early")
-            piece = self._decompressor.decompress(packed, len(buffer))
-            if piece:
-                buffer[: len(piece)] = piece
-                return len(piece)
+            part = self._decompressor.decompress(packed, len(buffer))
+            if part:
+                buffer[: len(part)] = part
+                return len(part)
             if self._decompressor.eof:
                 return 0

@@ -1,6 +1,6 @@
 """Expansion of tar patterns, and samples and clips from tars that are read sequentially, without an index.
 
-A sample consists of consecutive members with the same key, as in webdataset. It is held in memory, so its size is
+A sample consists of consecutive members with the same key, as in webdataset. A sample is kept in memory, so its size is
 limited; a sample that exceeds a limit is reported and skipped.
 
 In samples from `prep chunk`, the json contains the span of the chunk in its video, and the captions of the chunk. Each
@@ -53,7 +53,7 @@ class UnreadableItem:
 
     Attributes:
         key: Key of the sample, or the tar.
-        detail: Reason why it cannot be read.
+        detail: Reason why the sample or the rest of the tar cannot be read.
     """
 
     key: str
@@ -108,7 +108,7 @@ class StreamedClip:
 
 
 def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | UnreadableItem]:
-    """Yield the samples of the tar at `path` in order, and a placeholder for each part that cannot be read.
+    """Yield the samples of the tar at `path` in order, and a placeholder for each unreadable sample or rest of the tar.
 
     Args:
         tar: Name of the tar for messages.
@@ -229,7 +229,7 @@ def caption_of(sample: TarSample) -> str | None:
 
 
 def description_of(sample: TarSample) -> dict[str, Any]:
-    """Return the json of a sample; {} if it has none. Raise ValueError if the json cannot be read."""
+    """Return the json of a sample; {} if the sample has no json. Raise ValueError if the json cannot be read."""
     try:
         description = json.loads(sample.members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
@@ -302,7 +302,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _expand_names(pattern: str) -> list[str]:
-    """Return the names to which a pattern expands. They are counted before they are generated."""
+    """Return the names to which a pattern expands. The names are counted before they are generated."""
     from webdataset.shardlists import envsubst, expand_urls
 
     try:
@@ -428,19 +428,19 @@ def shuffle_items(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: in
     """
     rng = generator(epoch, seed=seed, purpose="window of a stream")
     window: list[_T] = []
-    held_bytes = 0
+    window_bytes = 0
     for item in items:
         window.append(item)
-        held_bytes += size_of(item)
-        while len(window) > _WINDOW or held_bytes > _WINDOW_BYTES:
-            taken = _take(window, rng)
-            held_bytes -= size_of(taken)
-            yield taken
+        window_bytes += size_of(item)
+        while len(window) > _WINDOW or window_bytes > _WINDOW_BYTES:
+            drawn_item = _take(window, rng)
+            window_bytes -= size_of(drawn_item)
+            yield drawn_item
     while window:
         yield _take(window, rng)
 
 
 def _take(window: list[_T], rng: np.random.Generator) -> _T:
-    chosen = int(rng.integers(len(window)))
-    window[chosen], window[-1] = window[-1], window[chosen]
+    index = int(rng.integers(len(window)))
+    window[index], window[-1] = window[-1], window[index]
     return window.pop()

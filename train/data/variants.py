@@ -14,7 +14,7 @@ from clipmill.shards.reader import Variant
 from clipmill.train.data.arguments import require_strings
 from clipmill.train.data.data_folder import folder_path, open_data_folder
 
-Recorded = Mapping[str, Mapping[str, Any]]  # name and recipe of a variant, by column
+RecordedVariants = Mapping[str, Mapping[str, Any]]  # name and recipe of a variant, by column
 VariantNames = str | Sequence[str] | None
 
 
@@ -27,7 +27,7 @@ def use_variants(folders: Sequence[str], variant: VariantNames, *, cache: Path |
         variant: Name of a variant, or a sequence of names; None for the current variants.
 
     Raises:
-        UserError: A name is not a string, or no folder has a variant of that name.
+        UserError: A name is not a string, or does not belong to a variant in any of the folders.
     """
     names = () if variant is None else (variant,) if isinstance(variant, str) else tuple(variant)
     for name in names:
@@ -40,18 +40,18 @@ def choose_variants(
     folders: Sequence[str],
     names: Collection[str] = (),
     *,
-    recorded: Sequence[Recorded] = (),
+    recorded: Sequence[RecordedVariants] = (),
     subject: str = "the run",
     cache: Path | None = None,
     print_note: Callable[[str], object] | None = None,
 ) -> dict[Path, dict[str, str]]:
     """Choose the variant to read for each column: a variant given by name, or a variant that a run has recorded.
 
-    Columns without either are missing from the result; their current variants are read.
+    A column without such a variant is missing from the result, and its current variant is read.
 
     Args:
         folders: Addresses of the data: data folders, or tars, which have no variants.
-        names: Names of variants (`--variant`). At least one folder must have each of them.
+        names: Names of variants (`--variant`). Each name must exist in at least one folder.
         recorded: Name and recipe of the recorded variant of each column, for each folder (`VARIANTS_FACT` of run.json).
         subject: Noun phrase for the result that was made with the recorded variants, for messages.
         print_note: Function that prints a note if a recorded variant no longer exists and the current variant is read
@@ -61,7 +61,7 @@ def choose_variants(
         chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
 
     Raises:
-        UserError: No folder has a variant of a given name, or a recorded variant no longer exists.
+        UserError: A given name does not exist in any folder, or a recorded variant no longer exists.
     """
     chosen: dict[Path, dict[str, str]] = {}
     existing_names: set[str] = set()
@@ -72,7 +72,7 @@ def choose_variants(
             if not isinstance(variant, dict) or "name" not in variant:
                 raise UserError(
                     f"{subject} records its variant of {column} as {variant!r}, without name and recipe",
-                    hint="make it again with a different --out; this record was made by an earlier version of clipmill",
+                    hint=f"make {subject} again with a different --out; its record is from an earlier clipmill",
                 )
             if column in variants:
                 continue
@@ -87,8 +87,8 @@ def choose_variants(
             if print_note is None:
                 command = _how_to_recreate(address, column, variant, current=current, cache=cache)
                 raise UserError(
-                    f"{message}; the current one is {current or 'missing'}",
-                    hint=f"make it again: {command}"
+                    f"{message}; the current variant is {current or 'missing'}",
+                    hint=f"make the variant again: {command}"
                     + ("; or train on the current variant in a new run, with a different --out" if current else ""),
                 )
             if current is not None:  # otherwise, the code that opens the data reports the missing column
@@ -123,7 +123,7 @@ def _has_variant(address: str, column: str, variant: str) -> bool:
 def _how_to_recreate(
     address: str, column: str, variant: Mapping[str, Any], *, current: str | None, cache: Path | None
 ) -> str:
-    """Return the command that recreates a variant, with the settings that differ from the current variant."""
+    """Return the command that recreates a variant, followed by the settings that differ from the current variant."""
     recipe, current_recipe = dict(variant.get("recipe", {})), {}
     make = how_to_make(column, address, str(variant["name"]))
     if current is not None:
@@ -136,9 +136,9 @@ def _how_to_recreate(
         for name in names
     )
     if not (recipe and settings):
-        return f"{make} with its settings"
+        return f"{make}, with the original settings"
     prefix = "the settings of the current variant, except " if current_recipe else ""
-    return f"{make} with {prefix}{settings}"
+    return f"{make}, with {prefix}{settings}"
 
 
 def _value_text(value: object) -> str:

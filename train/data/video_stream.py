@@ -60,7 +60,7 @@ class VideoStream(BatchedSamples):
         shape: Rules for sampling, cropping and resizing the frames of clips.
         tokenize: Function that tokenizes captions; None for captions as text.
         loading: Settings for loading and batching.
-        cache, cache_size: Folder for copies of remote tars, and its maximum size
+        cache, cache_size: Folder for copies of remote tars, and the folder's maximum size
             (`clipmill.train.data.remote.open_cache`).
 
     Attributes:
@@ -142,7 +142,7 @@ class StreamReader:
 
     Attributes:
         shown: Clips that evaluations have shown, by number, without the bytes of their files.
-        num_shortened: Number of captions read so far that extend beyond their file, and are cut at its start or end.
+        num_shortened: Number of captions read so far that extend beyond their file and are shortened.
         num_without_video: Number of samples read so far whose video could not be downloaded when the tar was made.
     """
 
@@ -242,8 +242,8 @@ class StreamReader:
         tars = f"a stream of {count_noun(len(self._tars), 'tar')}"
         message = f"{tars} contains fewer than the required {count_noun(at_least, 'clip')}: {self.describe()}"
         if self._first_unreadable is not None:
-            key, why = self._first_unreadable.key, self._first_unreadable.detail
-            raise UserError(f"{message}; unreadable: {key}: {why}", hint="repair or omit this tar")
+            key, detail = self._first_unreadable.key, self._first_unreadable.detail
+            raise UserError(f"{message}; unreadable: {key}: {detail}", hint="repair or omit this tar")
         raise UserError(message, hint="add more tars, or use a smaller --batch")
 
     def _load(self, work: _Work) -> Sample | FailedSample:

@@ -1,10 +1,11 @@
 """Clips that show the same moment from several cameras (`--views`), and the captions that define the moments.
 
 If a caption has a group and a view, its span is the recording of the event `group` by the camera `view`. A group may
-have several spans per view, such as the parts of an episode: the first spans of all views form a moment, so do the
-second spans, and so on. The times of a clip's frames are sampled from the first view's span, up to the length of the
-shortest view. All views show the frames at the same offsets from the starts of their spans; frame rates of cameras may
-differ. It is an error if a group lacks a view. If a view was not encoded, the moment is omitted and counted.
+have several spans per view, such as the parts of an episode: the first spans of all views form a moment, the second
+spans form the next moment, and so on. The times of a clip's frames are sampled from the first view's span, up to the
+length of the shortest view. All views show the frames at the same offsets from the starts of their spans; frame rates
+of cameras may differ. It is an error if a group lacks a view. If a view was not encoded, the moment is omitted and
+counted.
 
 Shape suffixes: V views, N rows.
 """
@@ -100,9 +101,9 @@ class GroupedCaptions:
         counts, self._spans = opened[0].counts, [view.usable for view in opened]
         for view, other in zip(views[1:], opened[1:], strict=True):
             if (missing := other.counts == 0).any():
-                raise self._wrong_groups(f"have no view {view}", missing)
+                raise self._groups_error(f"have no view {view}", missing)
             if (differs := other.counts != counts).any():
-                raise self._wrong_groups(f"have different numbers of spans of views {view} and {views[0]}", differs)
+                raise self._groups_error(f"have different numbers of spans of views {view} and {views[0]}", differs)
         is_shown = np.ones(int(counts.sum()), bool)
         for spans in self._spans[1:]:  # unusable spans of the first view are reported with all other unusable captions
             is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
@@ -130,11 +131,13 @@ class GroupedCaptions:
         counts = np.bincount(spans[:, 0].astype(np.int64), minlength=len(self._groups))
         return _View(usable, counts, number.reshape(-1))
 
-    def _wrong_groups(self, problem: str, is_wrong: NDArray[np.bool_]) -> UserError:
-        wrong = np.flatnonzero(is_wrong)
-        names = ", ".join(map(str, self._groups.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()))
-        more = ", ..." if len(wrong) > _NUM_NAMED else ""
-        return UserError(f"{len(wrong):,} of {count_noun(len(is_wrong), 'group')} {problem}: {names}{more}", hint=_HINT)
+    def _groups_error(self, problem: str, is_invalid: NDArray[np.bool_]) -> UserError:
+        invalid = np.flatnonzero(is_invalid)
+        names = ", ".join(map(str, self._groups.take(pa.array(invalid[:_NUM_NAMED])).to_pylist()))
+        more = ", ..." if len(invalid) > _NUM_NAMED else ""
+        return UserError(
+            f"{len(invalid):,} of {count_noun(len(is_invalid), 'group')} {problem}: {names}{more}", hint=_HINT
+        )
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -151,7 +154,7 @@ class GroupedCaptions:
         """Return the reader for the rows of a table that was made from `captions`.
 
         Raises:
-            UserError: `shape` asks for several temporal or spatial views.
+            UserError: `shape` has several temporal or spatial views.
         """
         if len(shape.views) > 1:
             raise UserError(
@@ -174,7 +177,7 @@ class GroupedCaptions:
                 "table": view_table,
                 "shape": shape,
                 "repeats": repeats,
-                "moments": partial(common.of_view, number),
+                "moments": partial(common.moments_of_view, number),
             }
             for number, view_table in enumerate(tables)
         ]
@@ -204,7 +207,7 @@ class _CommonMoments:
         self._begin_us_VN = np.stack(begin_us)
         self._length_us = (np.stack(end_us) - self._begin_us_VN).min(axis=0)
 
-    def of_view(self, view: int, row: int, rng: np.random.Generator | None) -> Moments:
+    def moments_of_view(self, view: int, row: int, rng: np.random.Generator | None) -> Moments:
         """Return the moments of a row in the video of a view."""
         first, begin_us = self._chunks.table.times(int(self._first[row])), int(self._begin_us_VN[0, row])
         end_us = begin_us + int(self._length_us[row])

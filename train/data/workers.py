@@ -139,7 +139,7 @@ def map_in_order(
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
-    held_bytes = 0
+    pending_bytes = 0
 
     def wait_for(task: _Task[_Item, _Result]) -> None:
         while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
@@ -152,17 +152,17 @@ def map_in_order(
             # Wait for the first task too, because it may take longer than the last one.
             wait_for(waiting[min(num_together, len(waiting)) - 1])
             wait_for(task)
-        nonlocal held_bytes
+        nonlocal pending_bytes
         waiting.popleft()
-        held_bytes -= size_of(task.item)
+        pending_bytes -= size_of(task.item)
         return task.item, StuckResult(stuck_after_s) if task.abandoned.is_set() else task.outcome()
 
     try:
         for item in items:
-            while waiting and held_bytes + size_of(item) > max_bytes > 0:
+            while waiting and pending_bytes + size_of(item) > max_bytes > 0:
                 yield first_result()
             waiting.append(pool.submit(item))
-            held_bytes += size_of(item)
+            pending_bytes += size_of(item)
             if len(waiting) >= num_ahead:
                 yield first_result()
         while waiting:
@@ -205,7 +205,7 @@ class ThreadedReader(ABC):
     decoder: Any = None
 
     @property
-    def ahead(self) -> ReadAhead | None:
+    def read_ahead(self) -> ReadAhead | None:
         """Functions that load samples in two steps; None if `load` does both steps."""
         return None
 
@@ -241,7 +241,7 @@ class ThreadedReader(ABC):
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
-        """Return remarks on samples that deviate from the settings, with their numbers; by default none."""
+        """Return remarks on the number of samples that deviate from the settings; by default no remarks."""
         return []
 
     def folder_suffix(self, sample: int) -> str:
@@ -254,7 +254,7 @@ class ThreadedReader(ABC):
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
         """Yield the samples or failures of the blocks, in order; None for an empty position."""
-        ahead = self.ahead
+        ahead = self.read_ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
         def load(item: tuple[_Group, Any]) -> list[Outcome] | StuckResult:
@@ -304,7 +304,7 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 def _read(
     groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
-    """Yield each group, with the bytes that were read for it or `StuckResult`; with None if `load` reads them."""
+    """Yield each group with its bytes, or with `StuckResult` after a timeout; with None if `load` reads the bytes."""
     if ahead is None:
         yield from ((group, None) for group in groups)
         return

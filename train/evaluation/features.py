@@ -45,7 +45,7 @@ class ClipFeatures:
 
 
 def tower_of(model: nn.Module) -> Tower:
-    """Return the tower of a model: the model itself if it has `features`, otherwise its `video`."""
+    """Return the tower of a model: the model itself if it has `features`, otherwise its `video` tower."""
     # A wrapper such as DDP forwards only calls, and does not have the model's methods.
     unwrapped = getattr(model, "module", model)
     return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)

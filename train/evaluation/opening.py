@@ -1,6 +1,6 @@
 """Open trained weights for evaluation, embedding, export and captioning, and write the record in an exported folder.
 
-The record tells how clips are preprocessed, and contains facts about the run that cannot be read from the tensors:
+The record describes the preprocessing of clips, and contains facts about the run that cannot be read from the tensors:
 
     OUT/clipmill/settings.yaml   settings of the model, without the run's data, paths and initial weights
     OUT/clipmill/run.json        task, classes, decoder, height and width of latents
@@ -57,7 +57,7 @@ def open_weights_as(
     Args:
         tasks: Specs of the tasks by name. A run that does not record its task belongs to the first task.
         weights: Run, exported folder, file from a different project, or open_clip's NAME:TAG.
-        use: Checkpoint, data and overrides with which the weights are used.
+        use: Checkpoint, data and overrides to use.
         hint_for_task: Function that takes the name of a task that is not in `tasks`, and returns the hint of the error.
         say: Function that prints the source of the weights, and the names of interpolated tensors.
 
@@ -110,7 +110,7 @@ def open_weights_as(
         ),
         task=task,
         overrides=overrides,
-        lacks=adopted.missing_part,
+        missing_part=adopted.missing_part,
         source=source,
     )
 
@@ -161,7 +161,7 @@ def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Calla
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[AdoptedModel, TaskSpec]:
-    """Return the first task that can use the weights of a different project, with the model that it adopts."""
+    """Return the model that a task makes from the weights of a different project, and the first such task."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting_specs = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting_specs.values():
@@ -187,7 +187,7 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
 
 
 def _skip_loading(_: object) -> None:
-    raise AssertionError("the task that fits the weights is opened next")
+    raise AssertionError("weights are loaded after their task has been opened")
 
 
 FOLDER = "clipmill"
@@ -217,7 +217,7 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # Record the attention backend of the training, because other backends round differently, and the packages that
+    # Record the attention backend used in training, because other backends round differently, and the packages that
     # provide parts of the model.
     keys = ("attention", CHOICE_FACT, PACKAGES_FACT)
     facts |= {name: value for name, value in opened.trained.facts.items() if name in keys}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import av
     from numpy.typing import NDArray
 
-_LONGEST_S = 15.0  # longer clips are cut
+_MAX_CLIP_S = 15.0  # longer clips are shortened
 _BUDGET_BYTES = 24 << 20
 _RESULT_BUDGET_BYTES = 8 << 20  # smaller, because the page of a run may contain several results
 
@@ -115,7 +115,7 @@ class Player:
         shards: Data folder.
         split: Split with the chunks of the clips.
         cache: Folder for downloaded tars.
-        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond it are shown as images.
+        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond this limit are shown as images.
 
     Raises:
         UserError: The folder cannot be opened.
@@ -132,7 +132,7 @@ class Player:
         """Number of clips that could not be read or decoded."""
         return sum(bool(shown.missing) for shown in self._clips.values())
 
-    def knows(self, clip: PlayedClip) -> bool:
+    def has_chunks(self, clip: PlayedClip) -> bool:
         """Return True if the split has chunks from the video of the clip."""
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
@@ -146,7 +146,7 @@ class Player:
         return self._clips[clip.row]
 
     def _encode(self, clip: PlayedClip) -> ShownClip:
-        end_s = min(clip.end_s, clip.begin_s + _LONGEST_S)
+        end_s = min(clip.end_s, clip.begin_s + _MAX_CLIP_S)
         num_frames = max(1, round((end_s - clip.begin_s) * CLIP_FPS)) if self._left_bytes > 0 else 1
         frames = self._frames(clip, end_s=end_s, num_frames=num_frames)
         picture = jpeg_uri(
@@ -189,12 +189,12 @@ def open_player(settings: ClipSettings, *, split: str) -> Player | None:
         return None
     try:
         return Player(settings.folder, split=split, cache=settings.cache, budget_bytes=_RESULT_BUDGET_BYTES)
-    except UserError:  # for example latents without videos, whose examples are shown as images
+    except UserError:  # for example, latents without videos: their examples are shown as images
         return None
 
 
 def clip_figure(
-    samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, at_most: int = 4
+    samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, max_frames: int = 4
 ) -> dict[str, Any]:
     """Return the entry of a result file that pages show as a clip: chunk, times in seconds, and data URIs.
 
@@ -206,7 +206,7 @@ def clip_figure(
         sample: Index of the sample.
         num_frames: Number of frames to sample from the clip.
         player: Encoder of the clips; None to show only frames.
-        at_most: Maximum number of sampled frames to return.
+        max_frames: Maximum number of sampled frames to return.
     """
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)
@@ -214,6 +214,6 @@ def clip_figure(
     shown = ShownClip() if player is None else player.show(clip)
     return {
         **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},
-        "frames": [jpeg_uri(frame) for frame in middle_items(pictures, at_most=at_most)],
+        "frames": [jpeg_uri(frame) for frame in middle_items(pictures, at_most=max_frames)],
         **{"video": shown.video, "picture": shown.picture if shown.video else ""},
     }

@@ -1,6 +1,7 @@
 """Flags and table of `train eval probe`, which probes frozen features with k-NN and a linear layer.
 
-A label has all classes that occur in one of the two splits. Impossible probes are reported before training starts.
+A label has all classes that occur in at least one of the two splits. Impossible probes are reported before training
+starts.
 docs/evaluation.md contains definitions and sources.
 """
 
@@ -58,7 +59,7 @@ class ProbeFlags(Checked):
         yield from repetition_mistakes("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """Return the flags as the settings that an evaluation during training has."""
+        """Return the settings of a probe during training with the values of these flags."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 

@@ -35,8 +35,8 @@ from clipmill.train.data.classes import ClassList
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.evaluation.tables import Predictions
 
-_QUERIES_AT_ONCE = 512
-_BANK_AT_ONCE = 16_384
+_QUERY_BLOCK = 512
+_BANK_BLOCK = 16_384
 
 
 def vote(
@@ -71,7 +71,7 @@ def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
     Similarities are computed in blocks, so that memory does not grow with N * M.
     """
     blocks = [
-        _nearest_in_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
+        _nearest_in_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERY_BLOCK)
     ]
     cosine_Nk, index_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return cosine_Nk, index_Nk
@@ -83,8 +83,8 @@ def _nearest_in_bank(
     features_ND = torch.nn.functional.normalize(features_ND, dim=1)
     best_Nk = features_ND.new_empty(len(features_ND), 0)
     index_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
-    for start in range(0, len(bank_MD), _BANK_AT_ONCE):
-        block_CD = torch.nn.functional.normalize(bank_MD[start : start + _BANK_AT_ONCE], dim=1)
+    for start in range(0, len(bank_MD), _BANK_BLOCK):
+        block_CD = torch.nn.functional.normalize(bank_MD[start : start + _BANK_BLOCK], dim=1)
         index_C = torch.arange(start, start + len(block_CD), device=index_Nk.device)
         # Keep the candidates in the order of the bank.
         cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
@@ -98,9 +98,9 @@ def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
     """Return ascending indices of the largest values in each row, int64 [N, k]. Earlier values win ties."""
     smallest_N1 = values_NC.topk(count, dim=1).values[:, -1:]
     # topk may return any of several equal values, so use only the smallest value that it returns.
-    is_more, is_equal = values_NC > smallest_N1, values_NC == smallest_N1
-    num_ties_N1 = count - is_more.sum(dim=1, keepdim=True)
-    is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_ties_N1))
+    is_larger, is_equal = values_NC > smallest_N1, values_NC == smallest_N1
+    num_ties_N1 = count - is_larger.sum(dim=1, keepdim=True)
+    is_chosen = is_larger | (is_equal & (is_equal.cumsum(dim=1) <= num_ties_N1))
     return is_chosen.nonzero()[:, 1].view(-1, count)
 
 
@@ -142,9 +142,9 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
 
 GRID = (1.0, 10.0, 1e2, 1e3, 1e4)  # candidates for l2
 FALLBACK = 10.0  # l2 if candidates cannot be compared
-_HELD_OUT = 5  # one of five videos is held out
+_NUM_FOLDS = 5  # one fifth of the videos is held out
 _MAX_STEPS = 2000
-_SMALL_GRADIENT = 1e-7
+_GRADIENT_TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def choose_l2(
     held-out clip remains, or the other clips have a single class), the result is 10.
     """
     held_out_M = torch.from_numpy(choose_held_out(video_M)).to(label_M.device)
-    seen = torch.isin(label_M, label_M[~held_out_M])
-    scored_M = held_out_M & seen
+    has_seen_class_M = torch.isin(label_M, label_M[~held_out_M])
+    scored_M = held_out_M & has_seen_class_M
     if not scored_M.any() or len(label_M[~held_out_M].unique()) < 2:
         return FALLBACK
     num_classes = int(label_M.max()) + 1
@@ -226,9 +226,9 @@ def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
     """
     videos = np.unique(video_M)
     if len(videos) < 2:
-        return np.arange(len(video_M)) % _HELD_OUT == _HELD_OUT - 1
+        return np.arange(len(video_M)) % _NUM_FOLDS == _NUM_FOLDS - 1
     draws = draw_uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
-    return np.isin(video_M, videos[np.argsort(draws)[: -(-len(videos) // _HELD_OUT)]])
+    return np.isin(video_M, videos[np.argsort(draws)[: -(-len(videos) // _NUM_FOLDS)]])
 
 
 @torch.enable_grad()
@@ -247,24 +247,24 @@ def _solve(
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
     v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
     v_C.requires_grad_()
-    search = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [u_CD, v_C],
         max_iter=_MAX_STEPS,
         max_eval=2 * _MAX_STEPS,
         history_size=20,
-        tolerance_grad=_SMALL_GRADIENT,
+        tolerance_grad=_GRADIENT_TOLERANCE,
         tolerance_change=1e-16,
         line_search_fn="strong_wolfe",
     )
 
     def objective() -> torch.Tensor:
-        search.zero_grad()
+        optimizer.zero_grad()
         loss: torch.Tensor = torch.nn.functional.cross_entropy(z_MD @ u_CD.T + v_C * num_classes**0.5, target_M)
         loss = loss + decay / 2 * (u_CD * stretch_D).square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    step: Any = search.step
+    step: Any = optimizer.step
     step(objective)
     return (u_CD.detach() * stretch_D) @ axes_DD.T, v_C.detach() * num_classes**0.5
 
@@ -299,7 +299,7 @@ class ProbeResult:
         found: Accuracies of the probe.
         num_samples: Number of queries.
         num_bank: Number of labelled clips in the bank.
-        num_classes: Number of classes that occur in one of the two splits.
+        num_classes: Number of classes that occur in at least one of the two splits.
         num_unseen: Number of queries whose class does not occur in the bank. Their predictions are always wrong.
         num_unseen_classes: Number of classes that occur among the queries, but not in the bank.
         predictions: Predictions for the queries.

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeSets:
-    """Two sets of samples for a probe. Every rank has a part of each set.
+    """Two sets of samples for a probe. Each rank reads a share of each set.
 
     Attributes:
         classes: Classes of each label.
         queries: Clips to score.
         bank: Neighbours for k-NN, and training set for linear layers.
-        queries_every: Step with which clips are taken from `queries`; 1 for all clips.
-        bank_every: Step with which clips are taken from `bank`; 1 for all clips.
+        queries_every: Step between the clips of `queries` that are used; 1 for all clips.
+        bank_every: Step between the clips of `bank` that are used; 1 for all clips.
     """
 
     classes: tuple[ClassList, ...]
@@ -101,7 +101,7 @@ def open_sets(
 
     Raises:
         UserError: The data are not a folder with a manifest; a split has no clips with a label; the bank is too small
-            or has a single class; or both splits are the same.
+            or has a single class; or the two splits are equal.
     """
     if evaluation.split == bank_split:
         raise UserError(
@@ -125,7 +125,7 @@ def open_sets(
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
-    """Open this rank's part of the clips (pixels or latents) in a split that have at least one of the labels."""
+    """Open this rank's share of the clips (pixels or latents) in a split that have at least one of the labels."""
     # A training batch fits into memory: an autoencoder processes all cubes here, but does not keep activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
@@ -274,7 +274,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
-    """Return a run's model, and a model with weights drawn from its seed, in evaluation mode on the device."""
+    """Return a run's model, and a model with weights drawn from the run's seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
     # The samples determine the resolution of a run's clips. Weights that are not a run record the resolution.
     samples = None if opened.run is None else task.samples(split, World())

@@ -53,11 +53,11 @@ class EvaluatedSamples(EvaluatedClips, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """Run, or other weights, that is ready to be evaluated.
+    """Weights of a run, or from another source, that are ready to be evaluated.
 
     Attributes:
         spec: Spec of the task.
-        title: Name of the weights, as the user wrote it.
+        title: Name of the weights, as given by the user.
         run: Folder of the run; None if the weights are not a run.
         settings: Settings of the model, with the data to evaluate and the overrides.
         shape: Dimensions of the model.
@@ -65,8 +65,8 @@ class OpenedRun:
         variant: Names of the requested variants.
         trained: Weights, with their device, precision and attention.
         task: Task of the weights, with the classes or tokens that were saved with them.
-        overrides: Overrides whose values differ from the training.
-        lacks: Part of the task's model that the weights lack, such as "a decoder"; '' if the model is complete.
+        overrides: Overrides whose values differ from the values used in training.
+        missing_part: Part of the task's model that the weights lack, such as "a decoder"; '' if the model is complete.
         source: Source of the weights if they are not a run.
         checkpoint: Checkpoint of a run.
     """
@@ -81,7 +81,7 @@ class OpenedRun:
     trained: TrainedRun[Any]
     task: Any
     overrides: Overrides = AS_TRAINED
-    lacks: str = ""
+    missing_part: str = ""
     source: Source | None = None
     checkpoint: Path | None = None
 
@@ -93,9 +93,9 @@ class OpenedRun:
 
     def require_complete(self) -> None:
         """Raise a UserError if the weights lack a part of the task's model."""
-        if self.lacks:
+        if self.missing_part:
             raise UserError(
-                f"{self.title} has no {self.lacks.removeprefix('a ')}, which this evaluation needs",
+                f"{self.title} has no {self.missing_part.removeprefix('a ')}, which this evaluation needs",
                 hint="use weights of a complete model, or train eval probe, which needs only the video tower",
             )
 
@@ -115,7 +115,7 @@ class OpenedRun:
         return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
     def differences(self, flags: Any) -> dict[str, Any]:
-        """Return the settings that differ from the training, by flag: clips, `--where`, variants and groups."""
+        """Return the settings that differ from the run's settings, by flag: clips, `--where`, variants and groups."""
         differences = self.overrides.given_values()
         if self.settings.where:
             differences["where"] = self.settings.where
@@ -135,7 +135,7 @@ class OpenedRun:
 
         Args:
             name: Name of the group, and of the task's method that completes it, such as `decoding`.
-            group: Settings of the group; None for the settings of the training.
+            group: Settings of the group; None for the training settings.
         """
         return flatten(plain_values(asdict(getattr(self.task, name)(group))), f"{name}.")
 
@@ -169,16 +169,16 @@ class Score:
 
 
 def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
-    """Open a checkpoint of a run, and its task.
+    """Open a checkpoint of a run, and the run's task.
 
     Args:
         spec: Spec of the task.
         run: Folder of the run.
-        use: Checkpoint, data and overrides with which the run is used.
+        use: Checkpoint, data and overrides to use.
         say: Function that prints which tensors were interpolated.
 
     Raises:
-        UserError: The run has no checkpoint, or this machine, the run's settings or the overrides do not fit it.
+        UserError: The run has no checkpoint, or this machine, the settings or the overrides do not fit the checkpoint.
     """
     saved_settings: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(saved_settings.towers, run)
@@ -312,7 +312,7 @@ def describe_clip(
 
     Args:
         settings: Settings of the clips.
-        samples: Samples that read the clips. They are needed for latents, because they know the length of segments.
+        samples: Samples that read the clips; required for latents, whose segment length they provide.
         views: Temporal and spatial views of a pixel clip.
         mean_of: Noun for the values that are averaged over views.
         is_consecutive: True if the frames of latents are consecutive.
@@ -347,11 +347,11 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
         arguments += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for name, group in _replaced_groups(flags).items():
-        # A group replaces the complete group of the training, so also include values that differ from its defaults.
-        used, trained, default = (opened.effective_values(name, item) for item in (group, None, type(group)()))
+        # A group replaces a complete group of the run's settings, so also include values that differ from its defaults.
+        chosen, trained, default = (opened.effective_values(name, item) for item in (group, None, type(group)()))
         del values[name]
-        if used != trained:
-            values |= {flag: used[flag] for flag in used if not used[flag] == trained[flag] == default[flag]}
+        if chosen != trained:
+            values |= {flag: chosen[flag] for flag in chosen if not chosen[flag] == trained[flag] == default[flag]}
     for flag, value in flatten(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue

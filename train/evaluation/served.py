@@ -1,4 +1,4 @@
-"""Export a model for clips as a program that runs without clipmill (torch.export or ONNX).
+"""Export a video model as a program that runs without clipmill (torch.export or ONNX).
 
 OUT/model.pt2 or OUT/model.onnx   program that maps normalised clips, float32 [B, C, T, H, W], to float32 [B, N]
 OUT/preprocessing.json            number and preprocessing of frames, and the meaning of the output
@@ -103,6 +103,6 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
     }
 
 
-def similarity(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
+def logit_facts(log_scale: float | None, bias: float | None) -> dict[str, float | None]:
     """Return the scale and bias that convert cosine similarities to logits: cosine * logit_scale + logit_bias."""
     return {"logit_scale": None if log_scale is None else math.exp(log_scale), "logit_bias": bias}

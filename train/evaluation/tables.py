@@ -117,11 +117,11 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
     table = make(result)
     from clipmill.train.data.held_out import HeldOut
 
-    held = HeldOut(**result["held_out"]) if "held_out" in result else None
+    held_out = HeldOut(**result["held_out"]) if "held_out" in result else None
     share = table.rows[table.headline].cells[0].share
-    if held is not None and (cautions := held.cautions(share, items=table.means_of)):
+    if held_out is not None and (cautions := held_out.cautions(share, items=table.means_of)):
         protocol = {"caution": "; ".join(cautions), **table.protocol}
-        table = replace(table, protocol=protocol, cautions=tuple(held.cautions(items=table.means_of)))
+        table = replace(table, protocol=protocol, cautions=tuple(held_out.cautions(items=table.means_of)))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=mark_title(row.label)) for row in table.rows)
@@ -165,7 +165,7 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
     if overrides := result.get("overrides"):
         changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
         is_interpolated = not {"num_frames", "size_px"}.isdisjoint(overrides)
-        interpolated = "; embeddings of time and place are interpolated" if is_interpolated else ""
+        interpolated = "; temporal and positional embeddings are interpolated" if is_interpolated else ""
         lines["overrides"] = f"{changed}, unlike in training{interpolated}"
     source = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
     return lines | {"clip": result["clip"], "checkpoint": source}
@@ -250,9 +250,9 @@ BASELINE_KEYS = ("top1", "top5", "mean_class")
 
 def majority_baseline(by_class: Mapping[str, Any]) -> dict[str, float]:
     """Return the top-1, top-5 and mean class accuracy of always predicting the most frequent classes of the clips."""
-    num = sorted(by_class["num"], reverse=True)
-    total, num_seen = sum(num), sum(count > 0 for count in num)
-    return dict(zip(BASELINE_KEYS, (num[0] / total, sum(num[:_TOP]) / total, 1 / num_seen), strict=True))
+    counts = sorted(by_class["num"], reverse=True)
+    total, num_seen = sum(counts), sum(count > 0 for count in counts)
+    return dict(zip(BASELINE_KEYS, (counts[0] / total, sum(counts[:_TOP]) / total, 1 / num_seen), strict=True))
 
 
 def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,21 +279,21 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
         }
         for index in order
     ]
-    shown = order[:_NUM_IN_MATRIX]
+    matrix_classes = order[:_NUM_IN_MATRIX]
     matrix = []
-    for index in shown:
+    for index in matrix_classes:
         counts = {**dict(confusions.get(index, [])), index: by_class["num_first"][index]}
-        row_counts = [counts.get(other, 0) for other in shown]
+        row_counts = [counts.get(other, 0) for other in matrix_classes]
         cells = [
             {"count": count, "share": count / num[index], "is_own": column == index}
-            for column, count in zip(shown, row_counts, strict=True)
+            for column, count in zip(matrix_classes, row_counts, strict=True)
         ]
         matrix.append({"name": names[index], "cells": cells, "others": num[index] - sum(row_counts)})
     pairs = [
         {"name": names[label], "taken_for": names[predicted], "count": count, "share": count / num[label]}
         for label, predicted, count in by_class["confused"][:_NUM_PAIRS]
     ]
-    is_complete = len(shown) == len(order) and not any(row["others"] for row in matrix)
+    is_complete = len(matrix_classes) == len(order) and not any(row["others"] for row in matrix)
     return {
         "title": by_class["title"],
         "rows": rows,
@@ -301,5 +301,5 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
         "matrix": matrix,
         "has_others": not is_complete,
         "pairs": [] if is_complete else pairs,
-        "num_shown": len(shown),
+        "num_shown": len(matrix_classes),
     }

@@ -18,7 +18,7 @@ from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import folders_of, kind_of, local_folder, normalise_address
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.data.data_folder import folder_path
-from clipmill.train.data.variants import Recorded, choose_variants
+from clipmill.train.data.variants import RecordedVariants, choose_variants
 from clipmill.train.run.folder import RunFolder, is_run
 
 VARIANTS_FACT = "variants"  # entry of run.json: name and recipe of a variant by column, for each data folder
@@ -52,7 +52,7 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
-) -> list[Recorded]:
+) -> list[RecordedVariants]:
     """Return the current variants of the columns in each data folder that samples are read from; {} for tars."""
     names = [*columns]
     if where is not None:

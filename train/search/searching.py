@@ -204,7 +204,7 @@ def write_search_page(
     data = {**record["data"], **({} if shards is None else {"shards": shards})}
     player = Player(str(data["shards"]), split=str(data["split"]))
     clips = [hit.clip for result in results for hit in result.hits]
-    if clips and not any(map(player.knows, clips)):
+    if clips and not any(map(player.has_chunks, clips)):
         raise UserError(
             f"{data['shards']} has different data than {folder.path}: split {data['split']!r} contains no video of "
             f"the clips in the results, such as {clips[0].video}",

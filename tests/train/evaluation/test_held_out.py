@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipmill.train.data.held_out import FEW, HeldOut, interval
+from clipmill.train.data.held_out import MIN_ITEMS, HeldOut, interval
 from clipmill.train.run.folder import RunFolder
 from tests.shards.made_scores import phash, write_scores
 from tests.train.running import SMALL, facts, train
@@ -21,9 +21,9 @@ def test_the_interval_is_wilsons(count: int, num: int) -> None:
 
 
 def test_many_clips_that_look_like_no_others_need_no_caution() -> None:
-    assert HeldOut(num_clips=FEW).cautions(0.5) == []
-    assert HeldOut(num_clips=FEW, num_chunks=50, num_alike=0).cautions(0.5) == []
-    assert HeldOut(num_clips=FEW - 1).cautions(0.5) == [
+    assert HeldOut(num_clips=MIN_ITEMS).cautions(0.5) == []
+    assert HeldOut(num_clips=MIN_ITEMS, num_chunks=50, num_alike=0).cautions(0.5) == []
+    assert HeldOut(num_clips=MIN_ITEMS - 1).cautions(0.5) == [
         "only 99 clips, so that 50.0 % has a 95 % interval from 40.3 % to 59.7 %"
     ]
 

@@ -36,8 +36,8 @@ def test_votes_are_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, at_once: tuple[int, int], temperature: float
 ) -> None:
     """Votes do not depend on the block size. One block of the bank is smaller than k."""
-    monkeypatch.setattr(neighbours, "_QUERIES_AT_ONCE", at_once[0])
-    monkeypatch.setattr(neighbours, "_BANK_AT_ONCE", at_once[1])
+    monkeypatch.setattr(neighbours, "_QUERY_BLOCK", at_once[0])
+    monkeypatch.setattr(neighbours, "_BANK_BLOCK", at_once[1])
     features, bank = draw_rows(11, 5, seed=0), draw_rows(40, 5, seed=1)
     label = torch.arange(40) % 4
     result = vote(features, bank, label, num_classes=6, neighbours=9, temperature=temperature)
@@ -51,7 +51,7 @@ def test_votes_are_those_of_the_formula(
 
 
 def test_equal_neighbours_are_taken_in_the_order_of_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_BANK_AT_ONCE", 4)
+    monkeypatch.setattr(neighbours, "_BANK_BLOCK", 4)
     bank = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).repeat(5, 1)
     for count, expected in ((3, [1, 3, 5]), (7, [0, 1, 2, 3, 5, 7, 9])):
         _, place = nearest(torch.tensor([[2.0, 0.0]]), bank, neighbours=count)

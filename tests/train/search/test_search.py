@@ -264,7 +264,7 @@ def test_a_page_of_other_data_is_refused(
 def test_long_clips_are_cut_and_it_is_said(
     embedded_clips: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(player, "_LONGEST_S", 0.5)
+    monkeypatch.setattr(player, "_MAX_CLIP_S", 0.5)
     clip = open_embeddings(embedded_clips).clips([5])[0]
     shown = player.Player(str(data_dir), split="train").show(clip)
     assert shown.is_cut and shown.video.startswith("data:video/mp4;base64,") and not shown.missing

@@ -90,7 +90,7 @@ class SegmentReader:
         """
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
-        # Find the requests that have to load a member. The members of all other requests are verified before them.
+        # Find the requests that have to load a member. All other requests use verified members.
         are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         must_load = self._latents.first_unverified(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
@@ -225,7 +225,7 @@ class LatentRing:
         first, end = rows[0], rows[0] + len(rows)
         is_slice = columns[-1] is columns[0] and rows[-1] + 1 == end
         rows_of_latents = self._latents.fill(latents)
-        # A literal, because calling `Batch` takes a microsecond, which matters for a batch of one sample.
+        # Use a literal, because calling `Batch` takes a microsecond, which matters for a batch of one sample.
         batch: Batch = {
             "input": "latents",
             "latents": rows_of_latents.transpose(1, 2) if self._channels_first else rows_of_latents,
@@ -324,7 +324,7 @@ class LatentReader:
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
         """Return the samples or failures of the blocks, in order."""
-        # Not a generator, which would have to be resumed for every sample.
+        # Do not use a generator, because it would have to be resumed for every sample.
         return chain.from_iterable(self.read(block, loading) for block in blocks)
 
     def read(self, block: Block, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
@@ -416,7 +416,7 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Return remarks on latents that were made from chunks which are not current, and on the tars in the cache."""
+        """Return remarks on latents that were made from chunks that are not current, and on the tars in the cache."""
         return [self.segments.source_remark, self.segments.maps.describe()]
 
 
@@ -477,8 +477,8 @@ class MixedLatentReader:
                 "text_row": self._first_text[folder],
             }
             for name, column in requests.columns.items():
-                joined = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
-                joined[indices] = column + first.get(name, 0)
+                array = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
+                array[indices] = column + first.get(name, 0)
             requests = replace(requests, columns=columns, rows=indices.tolist())
             parts[folder] = reader.segment_reader.read(requests, loading)
         for folder in folder_of.tolist():

@@ -32,7 +32,7 @@ from clipmill.train.data.latents.segments import (
     SegmentQuery,
     Segments,
     StoredLatents,
-    cut,
+    divide,
     read_records,
     seconds_of,
     times_us,
@@ -115,7 +115,7 @@ def make_segment_table(
     """
     chunks = None if selection.chunks is None else selection.rows
     records = stored.records if chunks is None else stored.records.take(chunks)
-    segments = cut(records, num_frames=num_frames, tails=query.tails)
+    segments = divide(records, num_frames=num_frames, tails=query.tails)
     num_left_out, split_remark = 0, None
 
     def keep(shown: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -312,11 +312,11 @@ def pair_captions(
             "last": last,
         }
         parts.append({"place": place, "tokens": tokens, **{name: array[is_used] for name, array in part.items()}})
-    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    arrays = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     # Sort captions by source and ID, so that ascending indices are also ascending IDs within each source.
-    order = np.lexsort((joined["id"], joined["rank"]))
-    rank, text_row = joined["rank"][order], joined["row"][order].astype(np.int32)
-    counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
+    order = np.lexsort((arrays["id"], arrays["rank"]))
+    rank, text_row = arrays["rank"][order], arrays["row"][order].astype(np.int32)
+    counts, pair_caption = _pairs(arrays["first"][order], arrays["last"][order], num_segments=len(segments))
     shown = np.flatnonzero(counts)
     segment = keep(shown)
     if len(segment) < len(shown):
@@ -336,9 +336,9 @@ def pair_captions(
         caption=pair_caption,
         text_row=text_row,
         same_text=same_text(stored.texts, np.sort(text_row)) if len(text_row) else None,
-        caption_id=smallest_integers(joined["id"][order]),
-        place=None if text is None else joined["place"][order],
-        num_tokens=None if text is None or text.num_tokens is None else joined["tokens"][order],
+        caption_id=smallest_integers(arrays["id"][order]),
+        place=None if text is None else arrays["place"][order],
+        num_tokens=None if text is None or text.num_tokens is None else arrays["tokens"][order],
     )
     num_from_sources = split_captions.num_captions - split_captions.num_other_sources
     remarks = {
@@ -436,8 +436,8 @@ def _pairs(
     for block in _blocks(first, last):
         widths = last[block] - first[block]
         caption = np.repeat(block, widths)
-        within = np.arange(len(caption)) - np.repeat(np.cumsum(widths) - widths, widths)
-        segment = np.repeat(first[block], widths) + within
+        index_in_range = np.arange(len(caption)) - np.repeat(np.cumsum(widths) - widths, widths)
+        segment = np.repeat(first[block], widths) + index_in_range
         order = np.argsort(segment, kind="stable")
         segment = segment[order]
         begins = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
@@ -480,7 +480,8 @@ def label_segments(
         remarks: Remarks for the log.
 
     Raises:
-        UserError: The captions lack a label, a caption can have several values for it, or no caption is selected.
+        UserError: The captions lack a label, a caption can have several values for the label, or no caption
+            is selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)

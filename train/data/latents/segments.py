@@ -1,4 +1,4 @@
-"""Locations of the latents of all chunks, as arrays with 40 bytes per chunk, and the segments into which they are cut.
+"""Locations of the latents of all chunks, as arrays with 40 bytes per chunk, and the segments of chunks.
 
 A segment consists of `num_frames` frames of a chunk; segment i of a chunk begins at frame i * num_frames. The rest of a
 chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE keep the segments
@@ -40,7 +40,8 @@ _ITEM_BYTES = 2  # size of a float16 or bfloat16
 _SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 DEFAULT_SEGMENT = "5s"
 FALSE_COLOUR_STDS = 2.0  # distance from grey to black and white in false colours, in standard deviations
-_SAME_S = 1e-3  # tolerance for lengths that decimal seconds cannot express: 80 frames at 30000/1001 frames per second
+# Tolerance for lengths that decimal seconds cannot express: 80 frames at 30000/1001 frames per second.
+_TOLERANCE_S = 1e-3
 _MS_PER_S = 1000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
 
@@ -130,7 +131,7 @@ def read_records(
 ) -> LatentRecords | None:
     """Return the chunks of a variant that belong to these videos.
 
-    They come from the variant's merged table or, if there is none, from the indexes of its shards.
+    The chunks come from the variant's merged table or, if there is none, from the indexes of its shards.
 
     Args:
         starts: Place of each shard's tar.
@@ -180,12 +181,12 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
     distinct_rows = table.select([*_SHAPE_COLUMNS]).group_by(list(_SHAPE_COLUMNS), use_threads=False).aggregate([])
     shapes, segment_frames = [], int(variant.recipe.get("latent_frames") or 0)
     for row in distinct_rows.to_pylist():
-        same = np.ones(len(table), bool)
+        is_same = np.ones(len(table), bool)
         for name, value in row.items():
-            same &= pc.equal(table[name], value).to_numpy()
+            is_same &= pc.equal(table[name], value).to_numpy()
         fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
         shape = FrameShape(fps=fps, is_compressed=is_compressed, segment_frames=segment_frames, **row)
-        shapes.append((int(shard_of[same].min()), shape))
+        shapes.append((int(shard_of[is_same].min()), shape))
     (first_shard, shape), *others = sorted(shapes, key=lambda pair: pair[0])
     for other_shard, other_shape in others:
         tars = variant.tar_files
@@ -205,7 +206,7 @@ class Segments:
         num_frames: Number of frames of a full segment.
         first: Number of the first segment of each chunk, followed by the number of segments, int64 [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
-        tails: Treatment of shorter segments: "pad" if they are segments too, or "drop".
+        tails: Treatment of shorter segments: "pad" if shorter segments are included, or "drop".
     """
 
     num_frames: int
@@ -221,8 +222,8 @@ class Segments:
         return np.searchsorted(self.first, segments, side="right") - 1
 
 
-def cut(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
-    """Cut chunks into segments of `num_frames` frames."""
+def divide(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
+    """Divide chunks into segments of `num_frames` frames."""
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
@@ -282,7 +283,7 @@ def frames_of(segment: str | None, shape: FrameShape) -> int:
     """
     if shape.segment_frames:
         stored_s = float(shape.segment_frames / shape.fps)
-        if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _SAME_S:
+        if segment is not None and abs(float(seconds_of(segment)) - stored_s) > _TOLERANCE_S:
             raise UserError(
                 f"a segment of {segment!r} cannot be cut from these latents: a video VAE encoded complete "
                 f"segments of {stored_s:g} s",
@@ -334,7 +335,7 @@ class LatentSegments:
         maps: Maps of the tars of latents and stored texts.
         text: Members that contain stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
-        has_tails: True if shorter segments are samples too.
+        has_tails: True if samples include shorter segments.
         source_remark: Remark for the log if the latents were made from chunks that are not current; otherwise empty.
     """
 

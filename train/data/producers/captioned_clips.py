@@ -48,7 +48,7 @@ def open_captioned_clips(
             embedding are omitted.
         each_caption: True to make a clip for each caption instead of each span, for evaluations that score every
             caption.
-        table: Table of captions, with the same columns as in the manifest; None for the captions of the manifest.
+        table: Table of captions, with the columns of the manifest's table; None for the captions of the manifest.
         make_captions: Function that makes the captions, for forms other than tokens, text and embeddings.
 
     Raises:

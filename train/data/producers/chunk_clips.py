@@ -187,8 +187,8 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     """Open the labelled clips of a split. Each labelled caption is a clip, even if several have the same span.
 
     Args:
-        classes: Class lists. The label of a clip is the index of its class in each list. A caption whose class is in
-            none of the lists is omitted and counted.
+        classes: Class lists. The label of a clip is the index of its class in each list. A caption whose class is
+            not in any of the lists is omitted and counted.
         repeats: Number of samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It must divide the
             loader's group size.
 

@@ -1,9 +1,9 @@
-"""Producer of clips at given moments (`read_clips`): each row has a video and a time, and shows frames around it.
+"""Producer of clips at given moments (`read_clips`): each row shows frames of a video around a time.
 
 A clip has a frame for each of the given offsets from the row's time. A frame is on screen until the next frame begins.
 Times in tables are rounded, so a frame that begins up to NEAR_US after a moment counts as on screen at that moment. If
 an offset points outside the video or the row's span, the first or last frame of the span is shown, as LeRobot pads an
-episode. If the row's time lies outside, the sample fails.
+episode. If the row's time lies outside the video or the span, the sample fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,10 +106,10 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
     except pa.ArrowException as error:
         raise UserError(f"the column {name} of the table cannot be read: {error}", hint="pass seconds") from error
     times_s = np.where(times_s == np.inf, _LATEST_S, times_s) if name == "end_s" else times_s
-    wrong = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
-    if len(wrong):
+    invalid = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
+    if len(invalid):
         raise UserError(
-            f"{name} of row {wrong[0]} of the table is {times_s[wrong[0]]} ({len(wrong):,} such rows)",
+            f"{name} of row {invalid[0]} of the table is {times_s[invalid[0]]} ({len(invalid):,} such rows)",
             hint="pass seconds from the start of the video",
         )
     return np.rint(times_s * US_PER_S).astype(np.int64)
@@ -117,7 +117,7 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class GivenMoments:
-    """Moments that rows show, at offsets from their times. Also the annotations that add `is_padded`.
+    """Moments that rows show, at offsets from their times, and annotations that add `is_padded` to samples.
 
     Attributes:
         rows: Rows, whose spans must lie within their videos.
@@ -205,16 +205,18 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
             hint="use IDs from the column video_id of manifest/videos.parquet",
         )
     search = ChunkSearch(chunks.table)
-    first_of, last_of = search.last_of(video - 1) + 1, search.last_of(video)
-    if (last_of < first_of).any():
+    first_chunk, last_chunk = search.last_of(video - 1) + 1, search.last_of(video)
+    if (last_chunk < first_chunk).any():
         raise UserError(
-            f"{_describe_rows(last_of < first_of, rows)} refer to videos without chunks",
+            f"{_describe_rows(last_chunk < first_chunk, rows)} refer to videos without chunks",
             hint="omit these rows, or run prep status to see why the chunks are missing",
         )
-    rows = replace(rows, begin_us=np.maximum(rows.begin_us, 0), end_us=np.minimum(rows.end_us, search.end_us[last_of]))
+    rows = replace(
+        rows, begin_us=np.maximum(rows.begin_us, 0), end_us=np.minimum(rows.end_us, search.end_us[last_chunk])
+    )
     moments = GivenMoments(rows, offsets_us)
     first, last = (
-        np.clip(search.last_started(video, moments.shown_us(offset) // 1000), first_of, last_of)
+        np.clip(search.last_started(video, moments.shown_us(offset) // 1000), first_chunk, last_chunk)
         for offset in (min(offsets_us), max(offsets_us))
     )
     table = SampleTable(
@@ -227,9 +229,9 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
     return {"table": table, "annotations": [moments], "moments": moments.moments_of}
 
 
-def _describe_rows(is_wrong: NDArray[np.bool_], rows: GivenRows) -> str:
-    """Return the number of wrong rows and the first few of them with their videos, as text."""
-    wrong = np.flatnonzero(is_wrong)
-    first = rows.video_id.take(pa.array(wrong[:_NUM_NAMED])).to_pylist()
-    names = ", ".join(f"row {row}: {name}" for row, name in zip(wrong.tolist(), first, strict=False))
-    return f"{len(wrong):,} of {count_noun(len(is_wrong), 'row')} ({names})"
+def _describe_rows(is_invalid: NDArray[np.bool_], rows: GivenRows) -> str:
+    """Return the number of invalid rows, and the first few invalid rows with their videos, as text."""
+    invalid = np.flatnonzero(is_invalid)
+    first = rows.video_id.take(pa.array(invalid[:_NUM_NAMED])).to_pylist()
+    names = ", ".join(f"row {row}: {name}" for row, name in zip(invalid.tolist(), first, strict=False))
+    return f"{len(invalid):,} of {count_noun(len(is_invalid), 'row')} ({names})"

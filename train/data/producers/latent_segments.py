@@ -227,7 +227,7 @@ def _segment_query(query: DataQuery) -> SegmentQuery:
 
 
 def _require_compatible(query: DataQuery, samples: Samples[LatentReader]) -> Samples[LatentReader]:
-    """Return the samples; raise a UserError if --num-frames or the patch size does not fit them."""
+    """Return the samples; raise a UserError if --num-frames or the patch size does not fit the samples."""
     settings, shape, reader = query.settings, samples.frame_shape, samples.reader
     if settings.num_frames > reader.num_frames:
         raise UserError(

@@ -93,7 +93,7 @@ class ImageReader(ThreadedReader):
         return content
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image as the model sees it in an evaluation, as one RGB frame; empty if it cannot be read."""
+        """Return the image as a model sees it in an evaluation, as one RGB frame; empty if reading the image fails."""
         return super().shown_frames(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
@@ -105,7 +105,7 @@ class ImageReader(ThreadedReader):
         ]
 
     @property
-    def ahead(self) -> ReadAhead | None:
+    def read_ahead(self) -> ReadAhead | None:
         """Functions that read and decode the images of remote tars in two steps; None for local tars."""
         return ReadAhead(self.read, self.load_read, _NUM_READERS) if any(map(is_remote, self._tars.tars)) else None
 
@@ -341,7 +341,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _declared_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Return the width and height in the header of a file that the decoder rejected; (0, 0) if they are not found."""
+    """Return the width and height in the header of a file that the decoder rejected; (0, 0) if it lacks them."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":

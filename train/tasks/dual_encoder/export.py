@@ -10,7 +10,7 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import deferred_checks
 from clipmill.train.config.model import LIBRARY, DualEncoderTowers, kind_of
-from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, similarity
+from clipmill.train.evaluation.served import PROGRAM_FORMATS, exported_program, logit_facts
 from clipmill.train.models.attention import attend_with_sdpa
 from clipmill.train.models.dual_encoder import DualEncoder, ModelShape, size_of
 from clipmill.train.spec import AdoptedModel, ExportRequest
@@ -218,7 +218,7 @@ def _exported_video_tower(request: ExportRequest) -> Exported:
     output = {
         "kind": "embeddings of unit length",
         "width": size.embedding_width,
-        **similarity(request.logits.log_scale, request.logits.bias),
+        **logit_facts(request.logits.log_scale, request.logits.bias),
     }
     return exported_program(request, _VideoTower(model), output)
 
