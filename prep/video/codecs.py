@@ -1,18 +1,18 @@
 """The video codecs of `prep chunk`, with their encoders, their defaults, and their arguments for rate control and GOP.
 
 All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
-frames and the settings. GOP layouts:
+frames and the settings. GOP layouts, with frames in display order:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding a
-            frame requires only the key frame, the P frames up to this frame, and the frame itself
-    star    a comb with a single P frame: decoding any frame requires at most three frames
+    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. A frame
+            requires only the key frame, the P frames before it in decoding order, and its own packet
+    star    a comb with a single P frame; to decode any frame, at most three frames are decoded
     closed  a closed GOP; the encoder chooses its frame types
     intra   every frame is a key frame
 
 docs/encoding.md lists the cost and the quality of these layouts.
 
-Any change to the arguments changes the output bytes. Therefore `changed_arguments` adds a hash of the arguments to the
-fingerprint of the recipes that use them.
+Any change to the arguments changes the output bytes. Therefore the fingerprint of a recipe contains a hash of the
+arguments (`arguments_hash`), unless they are unchanged since recipe schema 1.
 """
 
 import hashlib
@@ -246,8 +246,8 @@ def find_codec(name: str) -> Codec:
 _INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
 
 
-def changed_arguments(name: str, gop: str) -> str | None:
-    """Return a hash of a codec's encoder arguments for a GOP layout, or None if they are the same as in schema 1.
+def arguments_hash(name: str, gop: str) -> str | None:
+    """Return a hash of a codec's encoder arguments for a GOP layout; None if the hash is in `_SCHEMA_1_HASHES`.
 
     The hash is part of the recipe's fingerprint. Therefore a change to this file makes only the affected chunks stale.
     """
@@ -258,7 +258,7 @@ def changed_arguments(name: str, gop: str) -> str | None:
     return None if digest == _SCHEMA_1_HASHES.get(name, {}).get(gop) else digest
 
 
-# Never change an entry: the arguments of codecs added or changed after schema 1 are hashed.
+# Hashes for recipe schema 1, whose fingerprints contain no hash. Never change an entry, and add none for new codecs.
 _SCHEMA_1_HASHES: dict[str, dict[str, str]] = {
     "h264": {
         "comb": "29127b4a227db357",

@@ -19,7 +19,7 @@ from clipmill.prep.core.column import ColumnSpec
 from clipmill.prep.core.recipe import KEPT, changed_flags, setting_flags
 from clipmill.prep.core.request import PartRequest, PlanRequest, ScratchSize
 from clipmill.prep.sources.detector import DEFAULT_DETECTOR, DEFAULT_THRESHOLD, DetectorName, scenedetect_version
-from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, find_codec
+from clipmill.prep.video.codecs import DEFAULT_KEYINT, INTRA, arguments_hash, find_codec
 from clipmill.prep.video.settings import (
     RECIPE_SCHEMA,
     SHOT_SETTINGS,
@@ -40,7 +40,7 @@ ENCODING = Parameter(group=Group("Encoding", sort_key=1))
 CUTTING = Parameter(group=Group("Cutting", sort_key=2))
 _NEEDS_SHOTS = Needs("cut", ("shots",))
 
-_STORED = tuple(field.name for field in fields(ChunkSettings))
+_SETTING_NAMES = tuple(field.name for field in fields(ChunkSettings))
 
 RecipeName = Literal["balanced", "small", "fast"]
 # docs/encoding.md explains the values. If a named recipe omits a setting, the codec provides its default.
@@ -118,8 +118,8 @@ class Recipe(Checked):
     """Minimum time between two cuts that --detector reports, such as 500ms. Default: 500ms."""
 
     min_len: Annotated[str | None, CUTTING, _NEEDS_SHOTS] = None
-    """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is joined to a neighbour if the
-    result is no longer than --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
+    """Minimum chunk length for --cut shots, at most half of --len. A shorter shot is merged with a neighbour if
+    the result is no longer than --len, and omitted otherwise. Default: 2s, or half of --len if that is less."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors about settings that conflict, and about settings that the codec does not support."""
@@ -221,8 +221,8 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
             different bytes.
     """
     settings = recipe.settings()
-    stored, changed = asdict(settings), changed_arguments(settings.codec, settings.gop)
-    if settings.cut == "even":  # recipes of schema 1, which had no other value, do not contain these settings
+    stored, hash_text = asdict(settings), arguments_hash(settings.codec, settings.gop)
+    if settings.cut == "even":  # recipes without `cut` are older than --cut shots, and must stay equal
         for name in ("cut", *SHOT_SETTINGS):
             del stored[name]
     values = {
@@ -233,7 +233,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
         **stored,
         # A different version of PySceneDetect may detect different cuts.
         **({"scenedetect": scenedetect_version()} if settings.cut == "shots" else {}),
-        **({} if changed is None else {"arguments": changed}),
+        **({} if hash_text is None else {"arguments": hash_text}),
     }
     rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
     gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
@@ -244,7 +244,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
 
 def settings_line(stored: Mapping[str, Any]) -> str:
     """Return the settings in a recipe.json that affect the chunks, as one line."""
-    names = [*_STORED, "ffmpeg", "scenedetect"]
+    names = [*_SETTING_NAMES, "ffmpeg", "scenedetect"]
     return " ".join(f"{name}={stored[name]}" for name in names if stored.get(name) is not None)
 
 
@@ -270,7 +270,7 @@ def read_recipe(stored: Mapping[str, Any], _weights: str | None = None) -> Recip
     """Return the settings in a stored recipe of `prep chunk` or `prep index`."""
     if stored.get("codec") == INDEXED:
         return IndexRecipe(len=stored["len"], fps=stored["fps"])
-    return Recipe(**{name: stored[name] for name in _STORED if name in stored})
+    return Recipe(**{name: stored[name] for name in _SETTING_NAMES if name in stored})
 
 
 def _flags(recipe: Recipe | IndexRecipe) -> list[str]:

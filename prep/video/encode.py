@@ -76,16 +76,16 @@ class Span:
         """Number of frames in the encoder pass, from the start of the first chunk to the end of the last."""
         return sum(self.chunk_frames) + sum(self.gaps)
 
-    def pieces(self) -> list[tuple[int, bool]]:
-        """Return the number of frames of each piece of the encoder pass, and True if the piece is a chunk."""
+    def segment_lengths(self) -> list[tuple[int, bool]]:
+        """Return the number of frames in each segment of the encoder pass, and True if the segment is a chunk."""
         gaps = self.gaps or (0,) * len(self.chunk_frames)
         pairs = zip(gaps, self.chunk_frames, strict=True)
-        return [piece for gap, frames in pairs for piece in ((gap, False), (frames, True)) if piece[0]]
+        return [segment for gap, frames in pairs for segment in ((gap, False), (frames, True)) if segment[0]]
 
     def chunk_starts(self) -> list[int]:
         """Return the first frame of each chunk, counted from the start of the video."""
         starts, position = [], self.first_frame
-        for frames, is_chunk in self.pieces():
+        for frames, is_chunk in self.segment_lengths():
             if is_chunk:
                 starts.append(position)
             position += frames
@@ -160,12 +160,12 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
 
 def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
     """Return span `index` of a video; `chunks` holds the number of frames in each of its chunks."""
-    begin = index * span_chunks
+    first_chunk = index * span_chunks
     return Span(
         index=index,
-        first_frame=sum(chunks[:begin]),
-        chunk_frames=tuple(chunks[begin : begin + span_chunks]),
-        is_last=begin + span_chunks >= len(chunks),
+        first_frame=sum(chunks[:first_chunk]),
+        chunk_frames=tuple(chunks[first_chunk : first_chunk + span_chunks]),
+        is_last=first_chunk + span_chunks >= len(chunks),
     )
 
 
@@ -183,7 +183,7 @@ class EncodedSpan:
     """Output of an encoder pass.
 
     Attributes:
-        segments: Files of the span's pieces, in order: its chunks, and the gaps between them.
+        segments: Files of the span's segments, in order: its chunks, and the gaps between them.
         source_times_s: Time of the source frame that each output frame shows, in seconds from the start of the video:
             float64 [frames].
         cpu_s: User and system CPU time of the encoder in seconds.
@@ -304,7 +304,7 @@ def span_arguments(
     }
     if settings.preset and codec.preset_argument:
         options[codec.preset_argument] = settings.preset
-    boundaries = list(accumulate(frames for frames, _ in span.pieces()))[:-1]
+    boundaries = list(accumulate(frames for frames, _ in span.segment_lengths()))[:-1]
     if settings.cut == "even":
         key_frames = f"not(mod(n,{settings.chunk_frames}))"
     else:
@@ -375,14 +375,14 @@ def _scaled_frames(
         ("tpad", {"stop": "-1", "stop_mode": "clone"}),
         ("fps", {"fps": settings.fps, "start_time": _microseconds(begin_s), "round": "near"}),
     ]
-    resize, upright = _resize_filters(source, timeline, settings=settings), shape.orientation_filters()
+    resize, rotate = _resize_filters(source, timeline, settings=settings), shape.orientation_filters()
     filters = [
         *shape.crop_filters(),
         ("settb", {"expr": unit}),
         # Resizing is cheaper before frames are duplicated, or after frames are dropped. Both orders give the same
         # result unless the shape depends on the time, which the fps filter rounds.
         *([*resize, *rate] if source.fps <= fps or len(timeline.aspects) > 1 else [*rate, *resize]),
-        *([*upright, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if upright else []),
+        *([*rotate, ("sidedata", {"mode": "delete", "type": "DISPLAYMATRIX"})] if rotate else []),
         ("setsar", {"sar": "1"}),
         ("setpts", {"expr": "N"}),
     ]
@@ -491,14 +491,14 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
         )
     # An output frame is wrong if its source frame begins after it, or if a newer source frame should be visible.
     due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
-    wrong = is_late(times_s, span=span, fps=fps)
+    is_wrong = is_late(times_s, span=span, fps=fps)
     if span.index == 0:
-        wrong &= times_s != times_s[0]
+        is_wrong &= times_s != times_s[0]
     shown_packets = np.searchsorted(packets_s, times_s + _ROUNDING_S)
     due_packets = np.searchsorted(packets_s, due_s + half_s - _ROUNDING_S)
-    wrong |= due_packets - shown_packets > _MAX_HIDDEN
-    if wrong.any():
-        first = int(np.argmax(wrong))
+    is_wrong |= due_packets - shown_packets > _MAX_HIDDEN
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
         begins_s = packets_s[max(0, due_packets[first] - 1)] if len(packets_s) else due_s[first]
         is_end = times_s[first] < begins_s and (times_s[first:] == times_s[first]).all()
         raise SourceFailure(

@@ -29,13 +29,13 @@ from clipmill.prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # first version with -stats_enc_pre, which reports the timestamp of every frame
-LEAST_VERSION = ".".join(map(str, MIN_VERSION))
+_MIN_RELEASE = ".".join(map(str, MIN_VERSION))
 _TRIES, _QUERY_LIMIT_S = 3, 30.0  # for queries that usually take hundredths of a second
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
 _STDERR_BYTES = 4000  # number of bytes to keep from the start of the output, and from its end
 
-# Patterns and failure codes for missing or unreadable data, at any exit status. The first matching pattern counts.
+# Patterns and failure codes for missing or unreadable data, at any exit status. The first matching pattern wins.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
     (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # ffmpeg skips this page of an Ogg file
@@ -75,7 +75,7 @@ _CONTEXTS = re.compile(r"^(?:\[[^\]]*\]\s*)+")
 _CONTEXT_NAME = re.compile(r"\[(?:[^\]]*[/:])?([^\]/:@]*?)\s*(?:@ 0x[0-9a-f]+)?\]")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 _MAX_MESSAGE_CHARS = 300
-_STOPPED = 255  # exit status of ffmpeg after SIGTERM, SIGINT or SIGHUP
+_STOPPED_STATUS = 255  # exit status of ffmpeg after SIGTERM, SIGINT or SIGHUP
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def find_ffmpeg() -> Ffmpeg:
         version = _version(selected, where=f"${PROGRAM_VARIABLE}")
         if not has_version(version, MIN_VERSION):
             raise UserError(
-                f'the ffmpeg program "{selected}" (${PROGRAM_VARIABLE}) has version {version}, but {LEAST_VERSION} or '
+                f'the ffmpeg program "{selected}" (${PROGRAM_VARIABLE}) has version {version}, but {_MIN_RELEASE} or '
                 "newer is required",
                 hint="set it to a newer program, or unset it to use the ffmpeg of the imageio-ffmpeg package",
             )
@@ -149,16 +149,16 @@ def find_ffmpeg() -> Ffmpeg:
         ) from None
     # Look for the file in the package first: `get_ffmpeg_exe` runs this program and, if the run is killed, returns a
     # different program or none.
-    bundled = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
-    if bundled is None:
+    bundled_path = next(map(str, Path(imageio_ffmpeg.__file__).parent.glob("binaries/ffmpeg-*")), None)
+    if bundled_path is None:
         try:
-            bundled = imageio_ffmpeg.get_ffmpeg_exe()
+            bundled_path = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError as error:
             raise UserError(
                 f"the imageio-ffmpeg package has no ffmpeg program: {error}",
                 hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
-    return Ffmpeg(bundled, _version(bundled, where="the imageio-ffmpeg package"), outdated=outdated)
+    return Ffmpeg(bundled_path, _version(bundled_path, where="the imageio-ffmpeg package"), outdated=outdated)
 
 
 def version_mismatch(version: str) -> str | None:
@@ -206,10 +206,10 @@ def _query(command: Sequence[str], *, what: str) -> "subprocess.CompletedProcess
     raise FailedWork(f"{what} {problem}, {_TRIES} times; run the same command again")
 
 
-def has_version(version: str, least: tuple[int, int]) -> bool:
-    """Return True if a version is `least` or newer. Git builds, such as N-12345-g..., count as new enough."""
+def has_version(version: str, minimum: tuple[int, int]) -> bool:
+    """Return True if a version is `minimum` or newer. Git builds, such as N-12345-g..., count as new enough."""
     digits = version.lstrip("n").split("-")[0].split(".")
-    return not digits[0].isdigit() or tuple(int(digit) for digit in digits[:2] if digit.isdigit()) >= least
+    return not digits[0].isdigit() or tuple(int(digit) for digit in digits[:2] if digit.isdigit()) >= minimum
 
 
 @cache
@@ -320,13 +320,13 @@ def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]
     """Empty a pipe without blocking; return the first and the last bytes of everything read so far."""
     while True:
         try:
-            piece = os.read(descriptor, 1 << 16)
+            received = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return head, tail
-        if not piece:
+        if not received:
             return head, tail
-        head = (head + piece)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
-        tail = (tail + piece)[-_STDERR_BYTES:]
+        head = (head + received)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
+        tail = (tail + received)[-_STDERR_BYTES:]
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:
@@ -342,20 +342,20 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     if outcome.timed_out:
         raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg did not finish within {limit_s:.0f} s")
     # A signal may have ended ffmpeg or a wrapper script. On SIGTERM, ffmpeg completes its files and exits with 255.
-    killed_by: int | None = None
+    signal_number: int | None = None
     if outcome.return_code < 0:
-        killed_by = -outcome.return_code
-    elif outcome.return_code == _STOPPED and (not text or "Immediate exit requested" in text):
-        killed_by = signal.SIGTERM
+        signal_number = -outcome.return_code
+    elif outcome.return_code == _STOPPED_STATUS and (not text or "Immediate exit requested" in text):
+        signal_number = signal.SIGTERM
     elif outcome.return_code == 128 + signal.SIGKILL:
-        killed_by = signal.SIGKILL
-    if killed_by is not None:
+        signal_number = signal.SIGKILL
+    if signal_number is not None:
         raise SourceFailure(
-            loss_code(crashed=killed_by in CRASH_SIGNALS), f"ffmpeg ended with {exit_reason(-killed_by)}"
+            loss_code(crashed=signal_number in CRASH_SIGNALS), f"ffmpeg ended with {exit_reason(-signal_number)}"
         )
-    marks = _LOSSES if outcome.return_code == 0 else (*_SYSTEM_ERRORS, *_DAMAGE)
-    for mark, code in marks:
-        if re.search(mark, text):
+    patterns = _LOSSES if outcome.return_code == 0 else (*_SYSTEM_ERRORS, *_DAMAGE)
+    for pattern, code in patterns:
+        if re.search(pattern, text):
             raise SourceFailure(code, cause(text))
     if outcome.return_code:
         raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg exited with {outcome.return_code}: {cause(text)}")
@@ -373,7 +373,7 @@ def cause(text: str) -> str:
     if not lines:
         return "no message"
     causes = [line for line in lines if not _CONSEQUENCES.search(line)]
-    cause_pattern = re.compile("|".join(mark for mark, _ in (*_SYSTEM_ERRORS, *_DAMAGE)))
+    cause_pattern = re.compile("|".join(pattern for pattern, _ in (*_SYSTEM_ERRORS, *_DAMAGE)))
     line = next(chain(filter(cause_pattern.search, causes), causes, filter(cause_pattern.search, lines), lines))
     contexts = _CONTEXTS.match(line)
     message = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)

@@ -105,11 +105,11 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
     """
     sorted_flags = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in sorted_flags)
-    begins = [position for position, letter in enumerate(letters) if letter == "I"]
-    groups = [letters[begin:end] for begin, end in zip(begins, [*begins[1:], len(letters)], strict=True)]
+    starts = [position for position, letter in enumerate(letters) if letter == "I"]
+    groups = [letters[begin:end] for begin, end in zip(starts, [*starts[1:], len(letters)], strict=True)]
     parts = []
-    for group, repeated in groupby(groups):
-        count = len(list(repeated))
+    for group, equal_groups in groupby(groups):
+        count = len(list(equal_groups))
         pattern = group
         if len(group) > _MAX_PATTERN:  # print runs of equal letters, such as 3b
             runs = [(letter, len(list(run))) for letter, run in groupby(group)]

@@ -352,9 +352,9 @@ class Plan:
         held_shards: frozenset[int] = frozenset()
         is_unknown = self._is_unusable if self.shots is None else self._is_unusable | ~self.shots.is_known
         if is_unknown.any():
-            unknown = np.where(is_unknown, np.iinfo(np.int64).max, 0)
+            max_chunks = np.where(is_unknown, np.iinfo(np.int64).max, 0)
             rows, _ = required_rows(
-                self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=unknown
+                self.layout, video_rows=self._layout_videos, splits=self._videos.splits, num_chunks=max_chunks
             )
             held_shards = frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
         return plan_shards(
@@ -454,13 +454,13 @@ def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
         for tar, spans in reversed(stored.items())
         for _, fingerprint in spans.spans
     }
-    moved = plan.shards_of_moved_videos(commits)
+    moved_shards = plan.shards_of_moved_videos(commits)
     changes: dict[int, ShardChange] = {}
     for shard in plan.shards:
         commit = commits.get(shard.shard_id)
         if shard.state in _COMPARED_STATES and commit is not None:
             if commit.files is None or shard.shard_id in spans_of_shard:
-                spans, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved
+                spans, is_moved = spans_of_shard.get(shard.shard_id, StoredSpans()), shard.shard_id in moved_shards
                 changes[shard.shard_id] = _compare_shard(plan, shard, commit, spans, tars, has_moved_videos=is_moved)
         elif shard.has_work and tars and (change := _compare_new_shard(plan, shard, tars)) is not None:
             changes[shard.shard_id] = change
@@ -548,8 +548,8 @@ def stored_spans(
 ) -> dict[StoredTar, StoredSpans]:
     """Return the spans in the tars of the given shards and in uncommitted tars; omit tars with an unreadable index.
 
-    In a bucket, uncommitted tars are not used, because a search for them costs requests and time. They are not used for
-    an index of sources either, because only a commit proves that the positions of the packets are right.
+    In a bucket, uncommitted tars are not used, because a search for them costs requests and time. For indexed
+    variants, they are never used, because only a commit proves that the packet positions are correct.
 
     Args:
         commits: Commits of the variant, by shard ID.
@@ -562,10 +562,10 @@ def stored_spans(
         tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in uncommitted]
     if not tars:
         return {}
-    comparing = f"comparing {count_noun(len(tars), 'stored shard')}"
+    title = f"comparing {count_noun(len(tars), 'stored shard')}"
     spans_of_tar: dict[StoredTar, StoredSpans] = {}
-    with Activity(comparing) as activity, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        show = activity.counter(comparing)
+    with Activity(title) as activity, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
+        show = activity.counter(title)
         for number, (tar, spans) in enumerate(
             zip(tars, pool.map(lambda tar: _spans_in(variant_dir, tar), tars), strict=True), 1
         ):

@@ -217,7 +217,7 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
         return planned
     from clipmill.prep.sources.shot_table import detect_shots
 
-    # The folder of the variant holds the ticket of the workers, and its recipe states the detector in use.
+    # The folder of the variant holds the ticket of the workers, and its recipe records the detector.
     make_variant(planned.variant_dir, dict(recipe.values))
     # The table keeps the shots that any variant uses.
     used_detectors = set()

@@ -162,8 +162,8 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
             # The difference between two sections excludes the cost of starting the encoder.
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
-                more_s = long_s - short_s
-                core_s, bytes_per_s = (long_core_s - short_core_s) / more_s, (long_bytes - short_bytes) / more_s
+                extra_s = long_s - short_s
+                core_s, bytes_per_s = (long_core_s - short_core_s) / extra_s, (long_bytes - short_bytes) / extra_s
                 if core_s <= 0:  # the difference is below the precision of the clock, so include the start
                     core_s = long_core_s / long_s
                 if core_s > 0 and bytes_per_s > 0:

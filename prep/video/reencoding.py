@@ -3,9 +3,9 @@
     N = E / (C x (a - r))      number of visits to each clip after which re-encoding pays off
 
 E is the CPU time of encoding all videos with a recipe, and C is the number of clips. a is the CPU time of reading and
-decoding a clip from the original source, measured on clips from random chunks; r is the same for chunks made with the
-recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`), whose sections are decoded
-like chunks.
+decoding a clip from the original source, measured on clips from random chunks; r is the CPU time for chunks made with
+the recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`), whose sections are
+decoded like chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
         length_s = min(random.uniform(*_CLIP_S), chunk.length_s)
         begin_s = random.uniform(0, chunk.length_s - length_s)
         frames = {chunk.frame_at(begin_s + (part + 0.5) * length_s / _NUM_FRAMES) for part in range(_NUM_FRAMES)}
-        begin = process_time()
+        started_s = process_time()
         try:
             packets = chunk.read(frames)
             for number, frame in decoder.decode(
@@ -186,7 +186,7 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
         num_clips += 1
         if num_clips:
             videos.add(chunk.video_id)
-            cpu_s += process_time() - begin
+            cpu_s += process_time() - started_s
             read_bytes += sum(len(content) for _, content in packets)
         if cpu_s > _MAX_CPU_S:
             break
@@ -307,18 +307,18 @@ class Advice:
                 f"          {name}: 5 s of {count_noun(trials, 'video')} encoded, "
                 f"{count_noun(section.num_clips, 'clip')} in {section.cpu_s:.1f} s; encoding is estimated from these"
             )
-        every = f"a visit to each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
-        paying = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}
+        visit_text = f"a visit to each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
+        num_visits = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}
         if not self.recipes:
             yield "no section of a video could be encoded; `prep plan` shows the reason"
-        elif not paying:
+        elif not num_visits:
             yield "re-encoding never pays in CPU time: clips from the sources cost less than clips made with any recipe"
         else:
-            best = min(paying, key=paying.__getitem__)
+            best = min(num_visits, key=num_visits.__getitem__)
             ratio = short_number(self.recipes[best].encoding.size_bytes / self.size_bytes)
             yield (
-                f"re-encoding pays after {short_number(paying[best])} visits to each clip, with --recipe {best} and"
-                f" {ratio} times the bytes of the sources; {every}"
+                f"re-encoding pays after {short_number(num_visits[best])} visits to each clip, with --recipe {best} and"
+                f" {ratio} times the bytes of the sources; {visit_text}"
             )
             yield f"next      for more visits: prep chunk --recipe {best}; for fewer, train on the index"
 

@@ -41,7 +41,7 @@ _SEARCHED_BYTES = 4096  # range searched for a packet's content, longer than the
 _MAX_LEAD_S = 120  # maximum time between the key frame that a chunk requires and the start of the chunk
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
 _MAX_COMPARED = 32  # maximum number of packets to compare after a key frame
-_NEVER = np.iinfo(np.int64).max  # time of a frame that is never displayed
+_NEVER_SHOWN = np.iinfo(np.int64).max  # time of a frame that is never displayed
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,13 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
 
 
 def _find_offset(file: Any, position: int, content: bytes) -> int:
-    """Return the byte offset of a packet's content in a file, at or shortly after `position`; -1 if it is not there."""
+    """Return the byte offset of a packet's content in a file, at or shortly after `position`; -1 if it is not found."""
     if position < 0:
         return -1
     file.seek(position)
-    if (stored := file.read(len(content))) == content:
+    if (start := file.read(len(content))) == content:
         return position
-    distance = (stored + file.read(_SEARCHED_BYTES)).find(content)
+    distance = (start + file.read(_SEARCHED_BYTES)).find(content)
     return position + distance if distance >= 0 else -1
 
 
@@ -262,7 +262,7 @@ def _index_chunk(
     order = np.argsort(source.order[packets])
     sorted_packets, frame = packets[order], np.empty(len(packets), np.int64)
     frame[order] = np.arange(len(packets))
-    frame_time = np.where(source.is_usable[sorted_packets], source.time[sorted_packets], _NEVER)
+    frame_time = np.where(source.is_usable[sorted_packets], source.time[sorted_packets], _NEVER_SHOWN)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
     # Store only crop, orientation and pixel aspect of the timeline, because the index has the times of the frames.
     probed = Timeline.from_json(plan.source.timeline)

@@ -115,9 +115,11 @@ class StagedSources:
             assert self._folder is not None, "copies require a folder"
             target = self._folder / f"continuous.{CONTINUOUS_FORMAT}"
             with as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be copied"), as_source_failure():
-                copied = write_continuous(path, target, keeps_audio=keeps_audio, on_packet=self._on_wait)
-            copied = replace(copied, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries)
-            self._continuous = (key, target, replace(source, timeline=copied.to_json()))
+                new_timeline = write_continuous(path, target, keeps_audio=keeps_audio, on_packet=self._on_wait)
+            new_timeline = replace(
+                new_timeline, shape=timeline.shape, transfer=timeline.transfer, primaries=timeline.primaries
+            )
+            self._continuous = (key, target, replace(source, timeline=new_timeline.to_json()))
         return self._continuous[1:]
 
     def release(self, *, is_damaged: bool = False) -> None:
@@ -247,19 +249,19 @@ def verify_chunk(
 def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
     """Demux the chunks of an encoder pass, and check each chunk against the plan."""
     # If the pass produced fewer frames than planned, the last chunk is shorter than planned or missing.
-    times_s, pieces = encoded.source_times_s, []
-    for num_planned, is_chunk in plan.span.pieces():
+    times_s, segments = encoded.source_times_s, []
+    for num_planned, is_chunk in plan.span.segment_lengths():
         if len(times_s):
-            pieces.append((min(num_planned, len(times_s)), len(np.unique(times_s[:num_planned])), is_chunk))
+            segments.append((min(num_planned, len(times_s)), len(np.unique(times_s[:num_planned])), is_chunk))
             times_s = times_s[num_planned:]
-    if len(encoded.segments) != len(pieces):
+    if len(encoded.segments) != len(segments):
         raise SourceFailure(
             FailureCode.FRAMES_DIFFER,
-            f"the encoder wrote {count_noun(len(encoded.segments), 'chunk')}, expected {len(pieces)}",
+            f"the encoder wrote {count_noun(len(encoded.segments), 'chunk')}, expected {len(segments)}",
         )
     return [
         verify_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
-        for path, (num_frames, num_source, is_chunk) in zip(encoded.segments, pieces, strict=True)
+        for path, (num_frames, num_source, is_chunk) in zip(encoded.segments, segments, strict=True)
         if is_chunk
     ]
 

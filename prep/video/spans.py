@@ -1,6 +1,7 @@
 """Divide all videos of a plan into chunks, evenly or at shot boundaries, and assign their spans to shards.
 
-Videos are divided by frame counts alone. `shot_chunks` defines what happens to shots that are too long or too short.
+The division depends only on frame counts and shot boundaries. `shot_chunks` defines what happens to shots that are too
+long or too short.
 
 The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet` or, with `--cut shots`, in
 `<len>-shots-<hash>.parquet`, in which the hash identifies the settings that determine the chunks. New spans are
@@ -59,8 +60,8 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
     1. A shot longer than `max_frames` is divided into as few chunks as possible. Their lengths differ by at most one
        frame, so there is no short remainder.
-    2. In the order of the video, a shot shorter than `min_frames` is joined to its shorter neighbour (the previous
-       chunk or the next shot) until it is long enough, unless the result would exceed `max_frames`.
+    2. In the order of the video, a shot shorter than `min_frames` is merged with its shorter neighbour (the
+       previous chunk or the next shot) until it is long enough, unless the result would exceed `max_frames`.
     3. A shot that is still too short is omitted.
 
     Args:

@@ -123,8 +123,8 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
         def fetch(begin: int) -> None:
             content = objects.read_range(key, begin, min(_RANGE_BYTES, size_bytes - begin))
             while content:
-                done = os.pwrite(file.fileno(), content, begin)
-                begin, content = begin + done, content[done:]
+                num_written = os.pwrite(file.fileno(), content, begin)
+                begin, content = begin + num_written, content[num_written:]
 
         tasks = [pool.submit(fetch, begin) for begin in begins]
         try:

@@ -4,8 +4,8 @@ If the encoder pass of a span is unchanged, its chunks are copied from stored ta
 chunk, new or copied, is demuxed and compared with the plan before it is written to the tar. A failed span is recorded
 in the commit and does not affect other spans.
 
-The worker has scratch space on the node's local disk. It is removed at the end of the work or, if the worker is killed,
-by a later worker or run.
+The worker has scratch space on the node's local disk. The space is removed at the end of the work or, if the worker is
+killed, by a later worker or run.
 
     $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
         <12 hex>/                        folder of one worker, locked while the worker is alive
@@ -59,7 +59,7 @@ _CAPTION_COLUMNS = ["caption_id", "begin_s", "end_s", "text", "source"]
 _PROGRAM, _FORMAT = "clipmill", 1
 _MARKER = "clipmill-scratch.json"
 _FOLDER = re.compile(r"[0-9a-f]{12}")
-_LOOSE_MARKER = re.compile(r"([0-9a-f]{12})\.json")
+_MARKER_NAME = re.compile(r"([0-9a-f]{12})\.json")
 _MAX_MARKER_BYTES = 1 << 16
 _MARKER_PREFIX = json.dumps({"program": _PROGRAM})[:-1].encode()  # start of every marker, even if it is incomplete
 
@@ -135,7 +135,9 @@ def _make_shard(task: ShardTask) -> ShardResult:
             folder=scratch, limit_bytes=task.scratch_bytes, on_wait=lambda: shard.show(shard.num_samples)
         ) as sources,
     ):
-        old = OldChunks(task.variant_dir, task.old_commit, other_tars=task.other_tars, plans=task.spans, folder=scratch)
+        old_chunks = OldChunks(
+            task.variant_dir, task.old_commit, other_tars=task.other_tars, plans=task.spans, folder=scratch
+        )
         for plan in task.spans:
             num_done, starts = shard.num_samples, plan.span.chunk_starts()
 
@@ -145,7 +147,7 @@ def _make_shard(task: ShardTask) -> ShardResult:
 
             # Each span has its own folder, so that scratch space holds the new files of only one span at a time.
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                span = old.span(plan, recipe=task.recipe)
+                span = old_chunks.span(plan, recipe=task.recipe)
                 is_new = len(span.chunks) != span.num_chunks
                 if is_new:
                     try:
@@ -297,14 +299,14 @@ def remove_abandoned() -> None:
         return
     with suppress(OSError):
         with _lock_scratch_root(root):
-            for loose in root.glob("*.json"):
-                if name := _LOOSE_MARKER.fullmatch(loose.name):
+            for marker_file in root.glob("*.json"):
+                if name := _MARKER_NAME.fullmatch(marker_file.name):
                     with suppress(OSError):  # for example, the folder is not empty
-                        content = _read_marker(os.open(loose, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
+                        content = _read_marker(os.open(marker_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
                         if _is_marker_of(content, name[1]):
                             _finish_removing(root / name[1])
                         elif content.startswith(_MARKER_PREFIX) or _MARKER_PREFIX.startswith(content):
-                            loose.unlink()  # the worker was killed before it created the folder
+                            marker_file.unlink()  # the worker was killed before it created the folder
             entries = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)]
         for folder in entries:
             with suppress(OSError):
@@ -317,16 +319,16 @@ def _make_scratch(root: Path, run: str) -> tuple[Path, int]:
     """Create a folder with a marker in `root`; return the folder and the descriptor that holds its lock."""
     with _lock_scratch_root(root):
         folder = root / secrets.token_hex(6)
-        loose = _loose_marker(folder)
+        marker_file = _marker_beside(folder)
         host = os.uname().nodename
         marker = {"program": _PROGRAM, "format": _FORMAT, "folder": folder.name, "run": run}
         try:
-            loose.write_text(json.dumps({**marker, "worker": f"process {os.getpid()} on {host}"}) + "\n")
+            marker_file.write_text(json.dumps({**marker, "worker": f"process {os.getpid()} on {host}"}) + "\n")
             folder.mkdir(mode=0o700)
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 lock(descriptor)
-                loose.rename(folder / _MARKER)
+                marker_file.rename(folder / _MARKER)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -347,7 +349,7 @@ def _remove_scratch(folder: Path) -> None:
         else:
             entry.unlink()
     with _lock_scratch_root(folder.parent):
-        (folder / _MARKER).rename(_loose_marker(folder))
+        (folder / _MARKER).rename(_marker_beside(folder))
         _finish_removing(folder)
 
 
@@ -355,7 +357,7 @@ def _finish_removing(folder: Path) -> None:
     """Remove an empty folder, and then the marker beside it; the caller holds the lock of the parent folder."""
     with suppress(FileNotFoundError):
         folder.rmdir()
-    _loose_marker(folder).unlink(missing_ok=True)
+    _marker_beside(folder).unlink(missing_ok=True)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -414,5 +416,5 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _loose_marker(folder: Path) -> Path:
+def _marker_beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")

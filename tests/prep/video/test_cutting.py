@@ -100,7 +100,7 @@ def test_spans_hold_the_chunks_in_order_and_say_what_lies_between_them() -> None
     spans = [cutting.span(1, index) for index in range(3)]
     assert [len(span.chunk_frames) for span in spans] == [20, 20, 2]
     assert [span.is_last for span in spans] == [False, False, True]
-    assert spans[0].pieces() == [(440, True), (59, False), (440, True), *[(100, True)] * 18]
+    assert spans[0].segment_lengths() == [(440, True), (59, False), (440, True), *[(100, True)] * 18]
     assert spans[0].chunk_starts()[:3] == [0, 499, 939]
     assert spans[1].gaps == () and spans[1].first_frame == spans[0].num_frames
     assert cutting.span_frames(np.array([1, 1, 1, 2]), np.array([0, 1, 2, 0])).tolist() == [2680, 2000, 200, 100]
