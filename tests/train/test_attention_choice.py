@@ -1,4 +1,4 @@
-"""What `--attention auto` becomes, and that a run keeps it."""
+"""Choice of `--attention auto`, which a run keeps."""
 
 import sys
 from typing import Any
@@ -30,7 +30,7 @@ def test_only_auto_on_a_gpu_has_a_choice(settings: DualEncoderSettings, device: 
     facts = {"attention_choice": "xformers"}
     attention, kept = choose_attention(settings, device=device, products=None, facts=facts)
     assert attention.name == name
-    assert kept == facts  # a run that is resumed elsewhere for a while does not forget
+    assert kept == facts  # a run that is temporarily resumed on a different machine keeps its choice
 
 
 @with_xformers

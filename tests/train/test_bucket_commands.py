@@ -1,4 +1,4 @@
-"""Commands that take a run take its address, on a machine that has nothing of it."""
+"""Commands that take a run accept its URL, on a machine without local copies."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_commands_take_the_address_of_a_run(
     assert f"next: train eval retrieval {address}" in capsys.readouterr().out
     assert train(*words, "--steps", 1, "--out", address) == 2
     assert two_lines(capsys)[0] == f"error: {address} exists already"
-    # A record that arrives late, when its parts have been removed, is not a checkpoint.
+    # A record that arrives late, after the parts of its checkpoint were deleted, is not a checkpoint.
     objects = open_objects(address)
     objects.write("checkpoints/step_000009/checkpoint.json", objects.read("checkpoints/step_000001/checkpoint.json"))
 
@@ -39,7 +39,7 @@ def test_commands_take_the_address_of_a_run(
     assert train("overview", address, "--out", tmp_path / "overview.html") == 0
     assert f'href="{address.replace(":", "%3A")}/index.html"' in (tmp_path / "overview.html").read_text()
     assert train(*words, "--steps", 1, "--init.weights", address, "--out", tmp_path / "second") == 0
-    assert train("eval", "retrieval", address) == 0  # the result of the same evaluation takes its place
+    assert train("eval", "retrieval", address) == 0  # the same evaluation replaces its result
 
     local, exported = load_model(address), load_model(tmp_path / "exported")
     assert local.identity == exported.identity and local.description.startswith(f"{address} (step 1)")
@@ -50,7 +50,7 @@ def test_commands_take_the_address_of_a_run(
     assert [key for key in keys if key.startswith("evaluations/")] == ["evaluations/retrieval-val.json"]
     written = [*(objects.read(key) for key in keys if not key.endswith(".bin"))]
     written += [path.read_bytes() for path in tmp_path.rglob("*") if path.suffix in (".json", ".html", ".md", ".yaml")]
-    assert not any(scratch.encode() in content for content in written), "a local copy is named in place of the address"
+    assert not any(scratch.encode() in content for content in written), "a local path is written in place of the URL"
 
 
 def test_addresses_without_a_run_are_refused(

@@ -1,4 +1,4 @@
-"""Runs in buckets: they have the files and the bits of runs on a disk, whatever the bucket does meanwhile."""
+"""Runs in buckets have the files and bits of runs on a disk, whatever faults the bucket has."""
 
 import os
 import signal
@@ -29,20 +29,20 @@ from tests.train.running import all_files, weights_of
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """An undisturbed run on a disk, with a checkpoint in each step."""
+    """Undisturbed run on a disk, with a checkpoint in each step."""
     return train_plane(_steps(tmp_path_factory.mktemp("whole") / "run"))
 
 
 @pytest.fixture
 def address(bucket: str, other_machine: Callable[[], Path]) -> str:
-    """Address of a run that does not exist yet; this process has no copy of anything."""
+    """URL of a run that does not exist yet; this process has no local copies."""
     other_machine()
     return f"{bucket}/runs/first"
 
 
 @pytest.fixture
 def impatient(few_retries: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints wait for a bucket for seconds."""
+    """Limit the time that checkpoints wait for a bucket to seconds."""
     monkeypatch.setattr(buckets, "PATIENCE_S", 20.0)
     monkeypatch.setattr(buckets, "_PAUSE_S", 0.1)
 
@@ -52,7 +52,7 @@ def _steps(out: Path, **changes: Any) -> TrainingSettings:
 
 
 def _train(address: str, *, kind: type[LoadedPoints] = LoadedPoints, **changes: Any) -> RunFolder:
-    """Begin or continue a run in a bucket, as `train` does."""
+    """Start or continue a run in a bucket, as `train` does."""
     run = RunFolder(local_folder(address))
     chosen = _steps(run.path, **changes)
     if not run.settings.exists():
@@ -75,13 +75,13 @@ def test_a_run_in_a_bucket_has_the_files_and_bits_of_a_run_on_a_disk(
 
 
 def _without_attempt(name: str) -> str:
-    """The name of a part without the attempt."""
+    """Return the name of a part without its attempt."""
     head, is_part, _ = name.partition("/__0_")
     return f"{head}{is_part}"
 
 
 class StoppedPoints(LoadedPoints):
-    """Points with SIGTERM in the third step."""
+    """Points that send SIGTERM in the third step."""
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         for number, loaded in enumerate(super().batches(position=position, max_failures=max_failures)):
@@ -110,10 +110,10 @@ def test_a_checkpoint_whose_last_upload_is_refused_does_not_count(
         faults.set()
         other_machine()
         assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [1, 2]
-    assert any("step_000003/__0_" in key for key in _keys(address)), "nothing was uploaded: the test shows nothing"
+    assert any("step_000003/__0_" in key for key in _keys(address)), "nothing was uploaded, so the test proves nothing"
     assert_same(_train(address), whole_run)
     of_checkpoints = {key.split("/")[1] for key in _keys(address) if key.startswith("checkpoints/")}
-    assert of_checkpoints == {"step_000004", "step_000005"}, "a part of a checkpoint that failed is left"
+    assert of_checkpoints == {"step_000004", "step_000005"}, "a part of a failed checkpoint was not deleted"
 
 
 def _keys(address: str) -> set[str]:
@@ -186,7 +186,7 @@ def test_a_record_that_arrives_after_its_parts_are_gone_does_not_count(
     assert list(all_checkpoints(RunFolder(local_folder(address)).checkpoints)) == [2, 3]
     assert_same(_train(address), whole_run)
     of_checkpoints = {key.split("/")[1] for key in _keys(address) if key.startswith("checkpoints/")}
-    assert of_checkpoints == {"step_000004", "step_000005"}, "a late record is left"
+    assert of_checkpoints == {"step_000004", "step_000005"}, "a late record was not deleted"
 
 
 def test_a_damaged_part_in_a_bucket_is_named(address: str, other_machine: Callable[[], Path]) -> None:

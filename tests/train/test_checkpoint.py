@@ -1,4 +1,4 @@
-"""Checkpoints: nothing in them is executed, damage is named, and what does not fit is listed."""
+"""Checkpoints: no code in them is executed, damage is reported, and tensors that do not fit are listed."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def write(
 
 
 def reseal(path: Path, **changed: Any) -> None:
-    """Gives a checkpoint checksums that fit what was done to it."""
+    """Update the checksums of a checkpoint after a change of its files."""
     content = json.loads((path / "checkpoint.json").read_bytes())
     files = {name: file_facts(path / name) for name in content["files"]}
     facts = CheckpointMetadata(
@@ -67,7 +67,7 @@ def test_what_is_trained_on_meanwhile_does_not_reach_the_checkpoint(tmp_path: Pa
         writer.save({"model.w": weight}, CheckpointMetadata(task="t", step=step, loader=[]))
         weight.fill_(-1)
     writer.close()
-    assert list(all_checkpoints(tmp_path)) == [2], "closing waits for what is being written"
+    assert list(all_checkpoints(tmp_path)) == [2], "close must wait for the checkpoint in progress"
     assert read_weights(tmp_path / "step_000002")["w"].unique().tolist() == [2]
 
 
@@ -173,7 +173,7 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_a_table_whose_pieces_do_not_make_up_a_tensor_is_refused(
     tmp_path: Path, pieces: list[tuple[list[float], list[float]]]
 ) -> None:
-    """Nothing else says so: the rest would be whatever the memory held."""
+    """No other check detects this, and the missing elements would be uninitialized memory."""
     write(tmp_path, 3)
     path = tmp_path / "step_000003"
     table = json.loads((path / "tensors.json").read_bytes())
@@ -227,7 +227,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("num_values", [1_000, 8_000, 100_000])
 def test_a_full_disk_is_said_to_be_full(small_disk: Path, capfd: pytest.CaptureFixture[str], num_values: int) -> None:
-    """Wherever it shows: in the first byte of a tensor, in its last, or in the files beside it."""
+    """The disk fills at the first byte of a tensor, at its last byte, or in the other files."""
     room = small_disk / "room"
     room.write_bytes(bytes(36_000 if num_values == 8_000 else 60_000 if num_values == 1_000 else 0))
     writer = CheckpointWriter(small_disk / "there", world=World(), keep=1, best=None)
@@ -238,9 +238,9 @@ def test_a_full_disk_is_said_to_be_full(small_disk: Path, capfd: pytest.CaptureF
     ):
         writer.wait()
     writer.close()
-    assert capfd.readouterr().err == "", "torch's threads complain by themselves"
+    assert capfd.readouterr().err == "", "torch's threads print errors"
     assert list(all_checkpoints(small_disk / "there")) == []
-    # With room again, the run goes on.
+    # The run continues once there is space.
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     write(small_disk / "there", 1)
     assert [path.name for path in (small_disk / "there").iterdir()] == ["step_000001"]

@@ -1,4 +1,4 @@
-"""A preset with another loss or optimizer sets the published row, and none of its own hyperparameters."""
+"""A preset with a different loss or optimizer uses the published row, and none of its own hyperparameters."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +19,7 @@ Launch = Callable[..., tuple[DualEncoderSettings, list[str]]]
 
 @pytest.fixture
 def launch_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
-    """The settings of a command line and what is said about them, without its run."""
+    """Function that returns the settings of a command line and the remarks about them, without running it."""
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -159,7 +159,7 @@ def test_a_run_says_and_saves_where_its_values_come_from(
     assert f"{row}--loss.temperature --loss.gamma --loss.gamma-schedule" in joined
     assert "flags: --shards --out" in joined
     assert len(read_lines(RunFolder(out).metrics)) == 1
-    # The comment is none of the settings: the same run goes on.
+    # The comment is not part of the settings, so the same run continues.
     assert train("dual-encoder", "--resume", "--out", out, "--shards", data_dir) == 0
 
 
@@ -194,7 +194,7 @@ def test_a_value_that_does_nothing_is_refused_if_a_flag_or_the_same_file_gives_i
     for words in (typed, ("--config", config)):
         assert train("caption", *words) == 2
         assert error_of(capsys) == "error: --decoding.num-beams 3 has no effect with --decoding.method greedy"
-    # A stronger file chooses too, and a flag beside a file.
+    # A file with higher priority also selects a method, and so does a flag beside a file.
     stronger = tmp_path / "greedy.yaml"
     stronger.write_text("decoding: {method: greedy}")
     settings, _ = launch_settings("caption", "--preset", "vatex-timesformer-gpt2", "--config", stronger)

@@ -1,4 +1,4 @@
-"""The command line from outside: what is printed, and the exit status."""
+"""The command line from outside: printed output and exit status."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_retrieval_prints_recalls_chance_and_protocol(
         assert word in printed
     assert train("eval", "retrieval", finished_run, "--split", "train", "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    # "it begins" is the caption of three clips.
+    # Three clips have the caption "it begins".
     assert (result["text_to_video"]["num_queries"], result["video_to_text"]["num_queries"]) == (7, 9)
     assert result["step"] == 8 and "examples" not in result
     page = (finished_run / "index.html").read_text()
@@ -241,7 +241,7 @@ def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[
         printed = capsys.readouterr().out
         assert f"train {' '.join(command)} " in printed and "Example" in printed
         assert train(*command, "--help-all") == 0
-        # What is read together stands together: no group is longer than a glance.
+        # Related flags are grouped, and no group is too long to read at a glance.
         for group in capsys.readouterr().out.split("\n\n"):
             assert len(re.findall(r"^  --", group, re.MULTILINE)) <= 14, group
 

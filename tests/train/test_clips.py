@@ -20,7 +20,7 @@ def chunk(start_ms: int, num_frames: int = 450, fps_num: int = 30, fps_den: int 
 
 
 def at(*times_us: Fraction | int) -> Moments:
-    """Moments at exact times."""
+    """Return moments at exact times."""
     scale = 10**9 * 30000 * 24000
     return Moments(tuple(int(time_us * scale) for time_us in times_us), scale)
 
@@ -33,7 +33,7 @@ def moments(begin_us: int, end_us: int, num_frames: int, *, seed: int | None = N
 def frames_of(
     rule: SamplingRule, begin_us: int, end_us: int, *, seed: int | None = None, stride: int = 4, num_frames: int = 16
 ) -> list[int]:
-    """Frames of a 30 fps video that a rule shows."""
+    """Return the frames of a 30 fps video that a rule selects."""
     sampling = Sampling(num_frames=num_frames, rule=rule, stride=stride)
     rng = None if seed is None else np.random.default_rng(seed)
     moments_found = moments_of(begin_us, end_us, sampling, fps_num=30, fps_den=1, rng=rng)
@@ -70,7 +70,7 @@ def test_the_first_instant_of_every_frame_belongs_to_it_and_the_one_before_does_
 
 
 def test_decimal_times_are_not_led_astray_by_binary_ones() -> None:
-    """3.3 as a double lies just under 3.3, which would be the frame before."""
+    """As a double, 3.3 is slightly smaller than 3.3, which would select the previous frame."""
     assert Fraction(3.3) < Fraction(33, 10)
     assert locate_frames(at(to_us(3.3)), [chunk(0, 150, 10)]) == [FrameIndex(0, 33)]
 
@@ -90,7 +90,7 @@ def test_a_clip_may_span_three_chunks_of_different_rates() -> None:
 
 
 def test_the_sliver_that_rounded_starts_leave_belongs_to_the_last_frame() -> None:
-    """15 s at 23.976: 360 frames last 15.015 s; the third chunk begins at 30.030 s."""
+    """With chunks of 15 s at 23.976 fps, 360 frames last 15.015 s, and the third chunk starts at 30.030 s."""
     chunks = [chunk(0, 359, 24000, 1001), chunk(14974, 359, 24000, 1001)]  # the first ends at 14.973292 s
     assert locate_frames(at(14_973_900), chunks) == [FrameIndex(0, 358)]
     assert locate_frames(at(14_974_000), chunks) == [FrameIndex(1, 0)]
@@ -140,7 +140,10 @@ def test_the_stride_shrinks_in_a_span_that_is_too_short() -> None:
 
 
 def test_lavilas_rule_rounds_segment_borders_to_frames() -> None:
-    """Frames 0 ... 30 of one second: segments of 29 / 4 frames, borders 0, 7, 14 (14.5 to even), 22, 29."""
+    """One second has frames 0 ... 30, in segments of 29 / 4 frames.
+
+    The rounded boundaries are 0, 7, 14 (14.5 rounds to even), 22 and 29.
+    """
     assert frames_of("lavila", 0, 1_000_000, num_frames=4) == [3, 10, 18, 25]
     seen = {tuple(frames_of("lavila", 0, 1_000_000, num_frames=4, seed=seed)) for seed in range(300)}
     for place, borders in enumerate([(0, 7), (7, 14), (14, 22), (22, 29)]):

@@ -1,4 +1,4 @@
-"""What `train` shows while it works: the samples of an evaluation, and the steps of a run."""
+"""Progress output of `train`: the samples of an evaluation, and the steps of a run."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from tests.screens import open_screen
 
 
 class Loaded:
-    """A batch of three clips, of which one failed."""
+    """A batch of three clips, one of which failed."""
 
     def __init__(self) -> None:
         self.batch, self.failed = {"position": (0, 1)}, (2,)

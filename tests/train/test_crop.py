@@ -38,7 +38,7 @@ def test_the_centre_square_is_centred() -> None:
 
 
 def test_random_rectangles_are_drawn_as_torchvision_draws_them() -> None:
-    """Areas, ratios and places of 4000 rectangles have the distributions of RandomResizedCrop's, fallback included."""
+    """Areas, ratios and positions of 4000 rectangles have RandomResizedCrop's distributions, with its fallback."""
     torch.manual_seed(0)
     picture = torch.empty(1, 288, 512)
     theirs = []
@@ -53,7 +53,7 @@ def test_random_rectangles_are_drawn_as_torchvision_draws_them() -> None:
         places = np.sort(np.concatenate([our_places, other]))
         own_share = np.searchsorted(np.sort(our_places), places, side="right") / len(our_places)
         other_share = np.searchsorted(np.sort(other), places, side="right") / len(other)
-        # Two samples of 4000 of one distribution differ by more than this once in 1000 times (Kolmogorov, Smirnov).
+        # Two samples of 4000 from one distribution differ by more than this in 1 of 1000 cases (Kolmogorov-Smirnov).
         assert np.abs(own_share - other_share).max() < 0.044
 
 
@@ -65,7 +65,7 @@ def test_where_no_rectangle_fits_the_fallback_is_torchvisions(width: int, height
 
 
 def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
-    """The facts of TSN's and VideoMAE's crop, for the 340 x 256 of their papers."""
+    """Properties of the crop of TSN and VideoMAE, at the 340 x 256 of their papers."""
     rectangles = [multi_scale_rectangle(340, 256, rng=np.random.default_rng(seed)) for seed in range(4000)]
     assert (
         {rectangle.width for rectangle in rectangles}
@@ -84,7 +84,7 @@ def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
 
 
 def test_simple_squares_are_of_one_size_and_lie_anywhere() -> None:
-    """AlexNet's 224 of 256 pixels; every even offset is as likely as torchvision's RandomCrop makes it."""
+    """AlexNet crops 224 of 256 pixels. Every even offset is as likely as with torchvision's RandomCrop."""
     rectangles = [
         simple_rectangle(456, 256, fraction=224 / 256, rng=np.random.default_rng(seed)) for seed in range(8000)
     ]

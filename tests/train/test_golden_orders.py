@@ -1,8 +1,8 @@
-"""Which samples a run trains on, in which order, with which caption and which pictures, for each kind of data.
+"""Golden sample orders for each kind of data: samples, their order, captions and images.
 
-The values were stored when they were checked. A change that means to move them stores new ones
-(`python -m tests.train.test_golden_orders`), says why in its commit, and in the changelog that resumed runs go on with
-other samples.
+The values were reviewed before they were stored. An intended change stores new values
+(`python -m tests.train.test_golden_orders`) and gives the reason in its commit. Its changelog entry says that resumed
+runs continue with different samples.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _Open = Callable[..., Any]
 
 
 def write_captioned(folder: Path) -> Path:
-    """Six videos of 2.5 chunks with overlapping captions of two sources."""
+    """Write six videos of 2.5 chunks with overlapping captions from two sources."""
     for shard_id, names in enumerate(("abc", "def")):
         samples = [sample for name in names for sample in chunks_of(name, 5 * CHUNK_FRAMES // 2)]
         write_shard(folder, shard_id, samples, split="train")
@@ -48,7 +48,7 @@ def write_captioned(folder: Path) -> Path:
 
 
 def producers(folder: Path) -> dict[str, tuple[_Open, dict[str, Any]]]:
-    """For each kind of data the function that opens it, and its arguments."""
+    """Return the function that opens each kind of data, and its arguments."""
     captioned, labelled, latents = folder / "captioned", folder / "labelled", folder / "latents"
     write_captioned(captioned)
     write_moving(labelled, num_videos=4)
@@ -77,14 +77,17 @@ def producers(folder: Path) -> dict[str, tuple[_Open, dict[str, Any]]]:
 
 
 def record_orders(open_data: _Open, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Digests of the orders of three epochs on one, two and three ranks, and of an evaluation; and mean pixels."""
+    """Return digests of the orders on one, two and three ranks and of an evaluation, and mean pixel values.
+
+    The orders cover three epochs.
+    """
     digests: dict[str, Any] = {}
     for world in (1, 2, 3):
         lines: list[str] = []
         means: list[float] = []
         for rank in range(world):
             with open_data(**arguments, rank=rank, world=world) as batches:
-                # A stream has no epochs: it goes on until it is closed.
+                # A stream has no epochs, so it continues until it is closed.
                 epochs = [batches] * _NUM_EPOCHS if batches.num_samples else [islice(batches, 10)]
                 for line, mean in chain.from_iterable(map(_samples, epochs)):
                     lines.append(line)
@@ -120,7 +123,7 @@ def kinds_of_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[_
 @pytest.mark.parametrize("name", cast(dict[str, Any], json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else {}))
 def test_a_kind_of_data_has_its_golden_order(kinds_of_data: dict[str, tuple[_Open, dict[str, Any]]], name: str) -> None:
     values, golden = record_orders(*kinds_of_data[name]), json.loads(GOLDEN.read_bytes())[name]
-    # Another version of OpenCV may round a pixel in another way; another crop or frame changes a mean by more.
+    # A different version of OpenCV may round pixels differently, but a different crop or frame changes a mean by more.
     assert values.pop("means") == pytest.approx(golden.pop("means"), abs=0.05)
     assert values == golden
 

@@ -1,6 +1,7 @@
-"""Losses of whole runs, from packets to weights, as they were when they were checked.
+"""Golden losses of complete runs, from packets to weights.
 
-A change that means to move them stores what the failing test shows, and says why in its commit.
+The values were reviewed before they were stored. An intended change stores the values that the failing test prints, and
+gives the reason in its commit.
 """
 
 import json
@@ -36,5 +37,5 @@ def test_a_run_has_its_golden_losses(data_dir: Path, tmp_path: Path, name: str) 
         data_dir = tmp_path / "labelled"
         write_moving(data_dir, num_videos=4)
     assert train(*RUNS[name].split(), "--shards", data_dir, "--out", tmp_path / "run") == 0
-    # Other processors add numbers up in another order.
+    # Other processors sum numbers in a different order.
     assert losses(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_bytes())[name], rel=1e-3)

@@ -1,4 +1,4 @@
-"""A GPU that cannot be used: the driver that torch needs is named, and the CPU is never taken without a word."""
+"""Unusable GPUs: the message names the required driver, and training never falls back to the CPU silently."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the kernel's files of a machine; empty: it has no GPU."""
+    """Folder with the kernel files of a machine; an empty folder is a machine without a GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(driver, "_VERSION_FILE", tmp_path / "version")
@@ -26,7 +26,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for remembered in (why_no_gpu, precision._print_once):
         remembered.cache_clear()
     yield tmp_path
-    for remembered in (why_no_gpu, precision._print_once):  # what was said of it is not true for other tests
+    for remembered in (why_no_gpu, precision._print_once):  # cached results are not valid for other tests
         remembered.cache_clear()
 
 
@@ -56,7 +56,7 @@ def test_versions_are_compared_by_number(version: str, other: str, older: bool) 
 
 def test_a_machine_without_a_gpu_is_used_in_silence(machine: Path, capfd: pytest.CaptureFixture[str]) -> None:
     insert_card(machine, vendor="0x8086")
-    insert_card(machine, kind="0x040300")  # the sound of a graphics card
+    insert_card(machine, kind="0x040300")  # the audio device of a graphics card
     assert precision.choose_device("auto").type == "cpu"
     assert capfd.readouterr().err == ""
 

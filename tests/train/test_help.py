@@ -1,6 +1,6 @@
-"""`--help` and `--help-all` of the training commands, word for word: `help/` holds what they were.
+"""Golden output of `--help` and `--help-all` for the training commands, stored in `help/`.
 
-After a change that is meant: `python -m tests.train.test_help` writes it anew.
+After an intended change, `python -m tests.train.test_help` writes it again.
 """
 
 import re
@@ -47,7 +47,7 @@ def test_the_help_of_every_task_is_as_it_was() -> None:
     help_texts = goldens()
     assert set(help_texts) == set(GOLDENS.iterdir())
     other = [path.name for path, text in help_texts.items() if path.read_text() != text]
-    assert other == [], "if the change is meant: python -m tests.train.test_help"
+    assert other == [], "if the change is intended: python -m tests.train.test_help"
 
 
 @pytest.mark.parametrize("command", [*task_names(), "bench"])
@@ -65,7 +65,7 @@ def test_the_help_fits_and_is_aligned(command: str) -> None:
         lines = help_of(command, everything=everything).splitlines()
         for line in lines:
             assert len(line) <= WIDTH and line == line.rstrip() and "`" not in line, line
-        # All texts begin, and go on, in the same column.
+        # The first and following lines of all texts start in the same column.
         begins = [re.match(r"  \S.*?\s{2,}(?=\S)", line) for line in lines]
         more = [re.match(r" {5,}(?=\S)", line) for line in lines]
         assert len({match.end() for match in (*begins, *more) if match}) == 1

@@ -1,4 +1,7 @@
-"""In a step the host waits for the device once: for the numbers of the step before (clipmill.train.device.transfer)."""
+"""In each step, the host waits for the device only once, to read the metrics of the previous step.
+
+clipmill.train.device.transfer implements this.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +43,7 @@ RUNS = {
 }
 
 
-# The simulated GPU has a run like each of the others.
+# The simulated GPU runs a case like each of the other cases.
 ALWAYS = ("infonce", "fp16, lamb")
 
 
@@ -57,13 +60,13 @@ def test_each_step_looks_once_at_the_device_and_sees_the_step_before(
         write_moving(shards, num_videos=4)
     with device_reads(monkeypatch) as reads:
         assert train(*flags.split(), "--shards", shards, "--out", tmp_path / "run") == 0
-    # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
+    # The first step of a process also sends constant values. The metrics of the last step are read immediately.
     looks = [look for look in reads.looks if 2 <= look.step < 4]
     assert [(look.step, look.numbers_of) for look in looks] == [(2, 1), (3, 2)], looks
 
 
 def test_no_operation_of_rand_augment_looks_at_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws a few of them only."""
+    """A run draws only a few of the operations."""
     clip = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     with device_reads(monkeypatch) as reads:
         reads.take(clip)
@@ -75,7 +78,10 @@ def test_no_operation_of_rand_augment_looks_at_a_clip(monkeypatch: pytest.Monkey
 
 
 def test_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other test relies on: each way to look at what a device has, and none of those that wait for nothing."""
+    """Every kind of read of device values is recorded, and operations without a wait are not.
+
+    The other tests of this file rely on this.
+    """
     host = torch.arange(6.0)
     with device_reads(monkeypatch) as reads:
         values_there = torch.arange(6.0)

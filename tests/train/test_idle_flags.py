@@ -1,4 +1,4 @@
-"""Flags that cannot have an effect: those that somebody gave are refused, those of presets and files are let pass."""
+"""Flags without an effect: explicit flags are rejected, and values from presets and files are accepted."""
 
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,12 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
-        # Of presets and files.
+        # Values from presets and files.
         "mae --preset tiny --sampling uniform --crop centre --decoder-mask none",
         f"mae --config {tmp_path / 'mae.yaml'}",
-        # What holds anyway.
+        # Values that are equal to the defaults.
         "mae --sampling uniform --stride 4 --evaluate.methods knn --evaluate.max-samples 5000",
-        # What goes with another flag, a preset or a default.
+        # Flags that take effect through another flag, a preset or a default.
         "mae --stride 8 --evaluate.labels shape --evaluate.every 5",
         "mae --preset tiny --min-crop-area 0.3 --decoder-mask random --decoder-mask-ratio 0.75",
         "caption --preset tiny --towers.kind videomae",
@@ -105,7 +105,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(monkeypatch: pytest.Monke
         "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
         "dual-encoder --evaluate.every 2 --evaluate.shards a=b@test:mir c=d --evaluate.relevancy a.pkl",
         "dual-encoder --evaluate.every 2 --evaluate.protocol vatex --evaluate.dual-softmax 0.01",
-        # These look at the split in any case.
+        # These commands use the split in any case.
         "mae --evaluate.split test",
         "mae --shards s3://bucket/data --cache there",
         "caption --parallel.stages 2 --parallel.partition uniform",

@@ -1,4 +1,4 @@
-"""A training that is killed while it handles checkpoints: none is lost, and the run ends as if nothing had happened."""
+"""Runs that are killed while they write checkpoints lose no checkpoint, and end as if they had not been killed."""
 
 import shutil
 import signal
@@ -33,19 +33,21 @@ def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_sa
         folder = RunFolder(out).checkpoints
         status = killed_at(number, train_and_stop, three_steps(out), folder=folder)
         assert status in (0, -signal.SIGKILL)
-        assert all(is_intact(path) for path in all_checkpoints(folder).values()), f"a part has a name after {number}"
+        assert all(is_intact(path) for path in all_checkpoints(folder).values()), (
+            f"change {number} leaves an incomplete checkpoint under a final name"
+        )
         recover(folder)
         steps = [*all_checkpoints(folder), 0]
-        # Killed later, it has come as far: nothing that was complete is lost.
+        # A run that is killed later has progressed at least as far, so no complete checkpoint was lost.
         assert max(steps) >= furthest, f"change {number} loses a checkpoint"
         furthest = max(steps)
         assert_same(train_plane(three_steps(out)), whole)
-        assert all_files(out) == files, f"change {number} leaves litter"
-    assert number > 5 and furthest == 2, "too few changes were seen: the test shows nothing"
+        assert all_files(out) == files, f"change {number} leaves other files"
+    assert number > 5 and furthest == 2, "too few changes were seen, so the test proves nothing"
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again_when_the_run_is_told_to_stop(tmp_path: Path) -> None:
-    """What it knows of its step, such as the numbers of an evaluation, stays as well."""
+    """The facts about its step, such as the metrics of an evaluation, remain, too."""
     chosen = replace(three_steps(tmp_path / "run"), evaluate=EvaluationSettings(every=1))
     with pytest.raises(Stopped, match="step 2 is saved"):
         train_plane(chosen, kind=StoppedPoints)

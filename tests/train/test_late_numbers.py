@@ -1,4 +1,4 @@
-"""Numbers that are read a step late: a run ends as if they had been read at once, and nothing later is kept."""
+"""Metrics that are read one step late: a run ends as if they had been read immediately, and keeps no later state."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SAID = {"loss": "the loss is nan at step {}", "gradient": "the norm of the gradi
 
 
 class FaultyDistance(Distance):
-    """Something happens in one of its steps."""
+    """Objective with a fault in some of its steps."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class FaultyDistance(Distance):
 
 
 class FaultyTask(PlaneTask):
-    """A plane, some of whose steps go wrong; it writes down when it is evaluated."""
+    """Plane task with faults in some of its steps, which counts its evaluations."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         super().__init__()
@@ -113,10 +113,10 @@ def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
     run = RunFolder(chosen.out)
     bad = json.loads((run.path / "bad_batch.json").read_text())
     assert bad["step"] == at and bad["ranks"][0]["keys"] == task.objective.keys[at]
-    assert len(task.objective.keys) == at + (at % every != 0), "a step more is begun where nothing depends on this one"
+    assert len(task.objective.keys) == at + (at % every != 0), "one more step starts unless a checkpoint needs this one"
     assert steps(run) == list(range(1, at))
     assert list(all_checkpoints(run.checkpoints)) == [step for step in range(1, at) if step % every == 0]
-    # What the optimizer made is as it was before the bad step, though another one was begun.
+    # The optimizer state is the state before the bad step, although one more step was started.
     for name, value in states[-1].tensors().items():
         if name != "objective.num_seen" and (at > 1 or not name.startswith("optimizer.")):
             assert torch.equal(value, before[name]), name
@@ -163,7 +163,7 @@ def test_an_order_to_stop_saves_nothing_after_a_bad_number(tmp_path: Path) -> No
 
 
 class FailingFrom(Points):
-    """Points that all fail from a position on."""
+    """Points that all fail, starting at a position."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_a_bug_in_the_next_step_loses_no_line_of_a_good_one(tmp_path: Path, faul
 
 @pytest.mark.parametrize("name", nightly_beyond(["adamw", "lamb"], ["adamw", "lion", "lamb", "sgd"]))
 def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
-    """Stopped right after the step that was left out, and right before it, it is the undisturbed run."""
+    """A run that stops immediately before or after the skipped step equals the undisturbed run."""
     monkeypatch.setattr("clipmill.train.device.precision._INITIAL_SCALE", 1024.0)
     faults: dict[int, list[Fault]] = {2: ["gradient"], 6: ["gradient"]}
     changes: dict[str, Any] = {"precision": "fp16", "optimizer": OptimizerSettings(name=name, ema=0.8), "lr": 0.01}

@@ -1,4 +1,4 @@
-"""`train dual-encoder --input latents --text-tower frozen`: a run that decodes nothing and has no text tower."""
+"""`train dual-encoder --input latents --text-tower frozen`: a run without decoding and without a text tower."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_it_learns_what_the_stored_embeddings_say(
     assert train("eval", "retrieval", out, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text_to_video"]["num_queries"] == 8 and result["video_to_text"]["num_queries"] == 48
-    assert result["video_to_text"]["recall"]["1"] > 0.9  # chance 0.125
+    assert result["video_to_text"]["recall"]["1"] > 0.9  # chance is 0.125
     assert "latents of a segment of 2s" in result["clip"]
     page = RunFolder(out).page.read_text()
     assert "&lt;pattern&gt; of 3" in page and "<pattern>" not in page
@@ -61,7 +61,7 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     assert np.mean(losses_found[-5:]) < 0.6 * np.mean(losses_found[:5])
     capsys.readouterr()
     assert train("eval", "retrieval", out, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
+    assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance is 0.125
 
 
 def test_damaged_latents_are_named_and_never_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
     part: str,
 ) -> None:
     assert train("dual-encoder", "--shards", columns, "--out", tmp_path / "run", *flags) == 2
-    error, hint = capsys.readouterr().err.splitlines()[-2:]  # before them, what a slow machine is at
+    error, hint = capsys.readouterr().err.splitlines()[-2:]  # a slow machine prints its progress first
     assert error.startswith("error: ") and part in error and hint.startswith("hint: ")
     assert not (tmp_path / "run").exists()
 
@@ -119,7 +119,7 @@ def test_frames_are_spread_over_the_segment() -> None:
     drawn = spread_frames(segments, num_frames=4, offset_BK=within).reshape(400, 4)
     for part in range(4):
         assert set(drawn[:, part].tolist()) == set(range(5 * part, 5 * part + 5))
-    # What a segment shows does not depend on the others of its batch.
+    # The frames of a segment do not depend on the other segments of its batch.
     again = draw_uniform(np.arange(400)[::-1][:9], 4, seed=3, purpose="frames")
     assert (again == within[::-1][:9]).all() and abs(within.mean() - 0.5) < 0.02
     assert not (draw_uniform(np.arange(400), 4, seed=4, purpose="frames") == within).any()

@@ -1,4 +1,4 @@
-"""A process of `train` loads the modules of its task and its kind of data, and no others. Limits only go down."""
+"""A process of `train` loads only the modules of its task and its kind of data. The limits only go down."""
 
 import importlib
 import subprocess
@@ -24,7 +24,7 @@ def _num_statements(names: list[str]) -> int:
 
 
 def _run(shards: str, out: str) -> None:
-    """Train, and print what was loaded: number of modules and statements, tasks, and kinds of data beside clips."""
+    """Train, and print the number of loaded modules and statements, the tasks, and kinds of data other than clips."""
     flags = "--preset tiny --steps 2 --batch 2 --device cpu --workers 1"
     sys.argv = ["train", "dual-encoder", *flags.split(), "--shards", shards, "--out", out]
     with suppress(SystemExit):
@@ -36,7 +36,7 @@ def _run(shards: str, out: str) -> None:
 
 
 def test_a_run_loads_what_it_uses(data_dir: Path, tmp_path: Path, forks: Forks) -> None:
-    # Not forked from this process, which may have threads of torch.
+    # The process is not forked from this one, which may have torch threads.
     code = f"from {__name__} import _run; _run({str(data_dir)!r}, {str(tmp_path / 'run')!r})"
     program = [str(forks.python()), "-m", "tests.fresh", code]
     ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)

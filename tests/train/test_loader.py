@@ -17,7 +17,7 @@ from clipmill.train.data.workers import ThreadedReader, map_in_order
 
 
 class Numbers(ThreadedReader):
-    """Samples that hold their own number and a random one; some fail, and each takes a while of its own."""
+    """Samples that hold their own number and a random one; some fail, and each takes a random time."""
 
     fingerprint = "numbers"
 
@@ -117,7 +117,7 @@ def test_a_failed_sample_is_named_and_its_place_filled_by_the_next() -> None:
         assert loaded.batch["caption_id"].shape == (4,) and 4 not in loaded.batch["caption_id"]
     failed = [failure for loaded in batches for failure in loaded.failed]
     assert {failure.key for failure in failed} == {"key_4"}
-    assert [failure.position // 10 for failure in failed] == [0, 1, 2, 3]  # once an epoch
+    assert [failure.position // 10 for failure in failed] == [0, 1, 2, 3]  # once per epoch
     positions = [place for loaded in batches for place in loaded.batch["position"].tolist()]
     assert sorted(positions + [failure.position for failure in failed]) == list(range(40))
 
@@ -146,7 +146,7 @@ def test_no_more_is_decoded_ahead_than_told() -> None:
 
 
 def test_closing_ends_the_threads() -> None:
-    before = set(threading.enumerate())  # tests before may have left some
+    before = set(threading.enumerate())  # earlier tests may have left threads
     batches = training(Numbers(100), 0)
     next(batches)
     threads = set(threading.enumerate()) - before
@@ -198,9 +198,9 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
 def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
     num_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
+    """Two threads hang forever, one after the other. All other samples arrive in their normal order."""
     for_good = threading.Event()
-    monkeypatch.setattr("clipmill.train.data.workers._JOIN_TIMEOUT_S", 0.1)  # nobody shall wait for those that hang
+    monkeypatch.setattr("clipmill.train.data.workers._JOIN_TIMEOUT_S", 0.1)  # do not wait for hanging threads
 
     class Hanging(Numbers):
         def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -233,7 +233,7 @@ def test_a_caller_that_takes_groups_is_woken_when_a_group_is_there() -> None:
     results = map_in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
     caller = threading.Thread(target=lambda: taken.extend(result for _, result in results))
     caller.start()
-    for _ in range(7):  # all that may be begun but the one that is held back
+    for _ in range(7):  # the seven samples that can be started beside the blocked one
         others_done.acquire()
     time.sleep(0.05)
     assert not taken
@@ -253,7 +253,7 @@ def test_every_rank_gets_as_much_and_together_they_get_everything_once() -> None
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("failing", [(), (3, 17, 18, 40)])
 def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ...], group: int) -> None:
-    """Whatever the ranks were before, nothing is shown twice in the epoch and nothing is left out."""
+    """For any number of ranks before, no sample occurs twice in the epoch, and no sample is missing."""
     samples = Numbers(64, failing=failing)
     for before, after in ((1, 3), (3, 1), (2, 5), (4, 4)):
         loaders = [
@@ -275,7 +275,7 @@ def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ..
             batches.close()
         assert len(seen) == len(set(seen))
         of_first_epochs = [position for position in seen if position < 64]
-        # 64 does not divide by 3: the last group of an epoch has two empty places.
+        # 64 is not a multiple of 3, so the last group of an epoch has two empty places.
         assert sorted(of_first_epochs) == list(range(64))
 
 
@@ -304,7 +304,7 @@ def test_a_group_is_loaded_together_and_stays_together() -> None:
 
 
 def test_memory_stays_as_it_is_over_forty_thousand_samples() -> None:
-    """Anonymous memory after 10,000 samples and after 40,000 differs by less than what 2,000 samples would take."""
+    """Anonymous memory after 10,000 and 40,000 samples differs by less than the memory of 2,000 samples."""
 
     class Instant(Numbers):
         def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:

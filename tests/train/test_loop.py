@@ -1,4 +1,4 @@
-"""The loop: resuming is exact, failures are budgeted, a loss that is no number stops the run."""
+"""The training loop: resuming is exact, failures are budgeted, and a non-finite loss stops the run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
         patch.setattr(Progress, "log", stop_after(stop))
         with pytest.raises(KeyboardInterrupt):
             train_plane(settings(tmp_path / "broken"), points=points)
-    torch.manual_seed(99)  # whatever happened in between
+    torch.manual_seed(99)  # simulates other uses of the generator in between
     assert_same(train_plane(settings(tmp_path / "broken", workers=1), points=points), whole)
 
 

@@ -1,4 +1,4 @@
-"""Which batch would fit: arithmetic on the figures of the GPU's memory."""
+"""The largest batch that fits, computed from GPU memory figures."""
 
 from clipmill.train.engine.failures import largest_fit, memory_error
 
@@ -12,7 +12,8 @@ def test_it_is_at_most_half_of_what_did_not_fit_and_a_power_of_two() -> None:
 
 
 def test_it_is_less_where_weights_leave_little_room() -> None:
-    # 64 samples took 100 GB in an earlier step, 1.5625 GB each; 72 - 40 GB are left: 20.
+    # In an earlier step, 64 samples took 100 GB, or 1.5625 GB each. 72 - 40 GB are left, which is enough for 20
+    # samples.
     assert largest_fit(64, before_bytes=40 * GB, peak_bytes=140 * GB, total_bytes=80 * GB) == 16
 
 

@@ -1,4 +1,4 @@
-"""Weights that are not finite: no checkpoint is made of them, and none that holds them is gone on from or exported."""
+"""Non-finite weights: no checkpoint stores them, and no run or export starts from such a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.train.plane import ONE, Distance, PlaneTask, settings, train_plane
 
 
 class PoisonedTask(PlaneTask):
-    """The step that is evaluated has NaN in a weight: nothing behind the last step would show it."""
+    """Plane task whose evaluation puts NaN into a weight; after the last step, no loss would reveal it."""
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         next(model.parameters()).data[0, 0] = float("nan")
@@ -39,7 +39,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     folder = RunFolder(chosen.out).checkpoints
     assert list(all_checkpoints(folder)) == [2, 4]
     with monkeypatch.context() as patch:
-        # As older versions did.
+        # Older versions did not check this.
         patch.setattr(clipmill.train.engine.loop, "require_finite_state", lambda *_, **__: None)
         train_plane(chosen, PoisonedTask())
     assert max(all_checkpoints(folder)) == 5
@@ -49,7 +49,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
 
 
 class IdleTask(PlaneTask):
-    """Its loss is 0 whatever the model computes, up to a step."""
+    """Plane task whose loss is 0 for any model output, up to a step."""
 
     def __init__(self, *, until: int) -> None:
         super().__init__()

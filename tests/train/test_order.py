@@ -66,25 +66,25 @@ def test_groups_stay_in_a_row_and_an_epoch_holds_every_sample_once(num_samples: 
 
 
 def test_the_order_looks_random() -> None:
-    """Successive samples are as far apart as random ones, and no sample keeps its place from epoch to epoch."""
+    """Successive samples are as far apart as random ones, and no sample keeps its position between epochs."""
     num_samples = 20_000
     visited = permute(np.arange(num_samples), num_samples, seed=0, epoch=0)
     steps = np.abs(np.diff(visited)) / num_samples
-    assert abs(steps.mean() - 1 / 3) < 0.01  # the mean distance of two uniform places
+    assert abs(steps.mean() - 1 / 3) < 0.01  # the mean distance between two uniform positions
     other = permute(np.arange(num_samples), num_samples, seed=0, epoch=1)
     assert (visited == other).sum() < 10
     assert abs(np.corrcoef(visited, other)[0, 1]) < 0.03
 
 
 def test_the_order_is_what_it_was() -> None:
-    """A run of an older version must resume in the same order: a change here needs a new checkpoint format."""
+    """A run of an older version must resume in the same order, so a change here requires a new checkpoint format."""
     assert SampleOrder(num_samples=100, seed=0).at(np.arange(98, 104)).tolist() == [82, 71, 83, 84, 18, 96]
 
 
 def batches_of(
     begin: Cursor, share: Share, *, batch: int, num_batches: int, failing: Set[int]
 ) -> tuple[list[list[int]], list[int], Cursor]:
-    """The batches that a rank takes, all positions that it takes for them, and the cursor after them."""
+    """Return the batches that a rank takes, all positions that it visits for them, and the cursor after them."""
     positions = begin.positions(0, batch * num_batches + len(failing), share).tolist()
     good = [at for at in positions if at not in failing][: batch * num_batches]
     taken = positions[: positions.index(good[-1]) + 1] if good else []
@@ -104,7 +104,7 @@ def batches_of(
 def test_resumed_ranks_take_what_is_left_and_as_many_ranks_the_batches_that_they_would_have_taken(
     num_ranks: int, then: int, group: int, batch: int, stop: int, failing: set[int]
 ) -> None:
-    """Whatever groups, batches and failures are."""
+    """This holds for any groups, batch sizes and failures."""
     whole, taken, cursors = [], Counter[int](), []
     for rank in range(num_ranks):
         share = Share(rank, num_ranks, group)
@@ -118,7 +118,7 @@ def test_resumed_ranks_take_what_is_left_and_as_many_ranks_the_batches_that_they
         assert batches_of(state, share, batch=batch, num_batches=3, failing=failing)[0] == whole[rank][stop:]
     if not failing and batch % group == 0:
         assert state == Cursor(num_ranks * stop * batch)
-    # Another number of ranks, twice as many samples each, and then one rank.
+    # A different number of ranks takes twice as many samples each, and then a single rank continues.
     cursors = []
     for rank in range(then):
         _, positions, cursor = batches_of(

@@ -1,4 +1,4 @@
-"""A task of another package (`tests/plugin_example`): it trains, evaluates, resumes, is reported and exported."""
+"""A task from another package (`tests/plugin_example`): it trains, evaluates, resumes, is reported and is exported."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ Trained = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Commands]:
-    """Runs a command line in a program that finds the task installed: exit status, output, errors."""
+    """Run a command line in a program in which the task is installed; return exit status, stdout and stderr."""
     installed = example_installed(tmp_path_factory.mktemp("installed"))
     with run_commands("train", python=forks.python(), **installed) as run:
         yield run
@@ -31,7 +31,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Co
 
 @pytest.fixture(scope="module")
 def train_command(train: Commands) -> Trained:
-    """Runs a command line that succeeds, and gives its output."""
+    """Run a command line that must succeed, and return its output."""
 
     def run(*arguments: object) -> str:
         status, out, err = train(*arguments)

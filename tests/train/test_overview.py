@@ -1,4 +1,4 @@
-"""Several runs on one page: markup from outside stays text, and links lead to the runs."""
+"""Several runs on one page: external markup is escaped, and links lead to the runs."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,9 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
     assert HOSTILE not in out.read_text()
     assert_own_scripts_only(out.read_text())
     links = [link for link in tags.loaded if not link.startswith("data:")]
-    assert len(links) == 6  # in both tables of the comparison too
+    assert len(links) == 6  # including links in both tables of the comparison
     assert all((out.parent / unquote(link)).resolve() == run.page.resolve() for link in links)
-    assert out.read_text().count(PIXEL) == 2  # of the first text found, in each card
+    assert out.read_text().count(PIXEL) == 2  # each card shows the first text query of its run
 
 
 def test_further_pages_are_linked_by_their_titles(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_further_pages_are_linked_by_their_titles(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")
-    assert caught.value.hint == "use a training command's --out"  # of any of them
+    assert caught.value.hint == "use a training command's --out"  # the hint is valid for every training command
     with pytest.raises(UserError, match="there is no run in"):
         write_overview([tmp_path], tmp_path / "index.html")
 
@@ -70,7 +70,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     out = tmp_path / "all.html"
     write_overview([run.path], out)
-    write_overview([run.path], out)  # its own page, once more
+    write_overview([run.path], out)  # the run's own page is replaced
     notes = tmp_path / "README.md"
     notes.write_text("precious")
     for path, message in ((notes, "is not a page"), (tmp_path, "is not a page"), (tmp_path / "no" / "a", "no folder")):
@@ -109,13 +109,13 @@ def test_runs_are_compared_by_metrics_settings_and_curves(tmp_path: Path) -> Non
     charts = json.loads(page.split('id="charts">')[1].split("</script>")[0])
     loss = next(chart for chart in charts if chart["title"] == "Loss")
     assert [line["label"] for line in loss["lines"]] == ["run & <b> (1)", "run & <b> (2)"]
-    assert "run &amp; &lt;b&gt; (2)</a>" in comparison, "runs of the same name are told apart"
+    assert "run &amp; &lt;b&gt; (2)</a>" in comparison, "runs with the same name need different labels"
 
 
 def repeat_run(
     folder: Path, *, seed: int, recall: float, processes: str = "1", speed: float = 9.0, lr: float = 0.1
 ) -> Path:
-    """A run with a result, whose R@1 from text to video is `recall`."""
+    """Make a run with a result whose text-to-video R@1 is `recall`."""
     run = hostile_run(folder)
     tracked = TrackSettings(wandb="offline" if seed == 0 else "off")
     save_settings(DualEncoderSettings(seed=seed, lr=lr, track=tracked, checkpoint_every=1 + seed), run.settings)
@@ -133,13 +133,13 @@ def test_runs_that_differ_in_the_seed_alone_have_a_mean_and_a_standard_deviation
     recalls = [0.36, 0.37, 0.41]
     runs = [repeat_run(tmp_path / str(seed), seed=seed, recall=recall) for seed, recall in enumerate(recalls)]
     runs.append(repeat_run(tmp_path / "other", seed=0, recall=0.9, lr=0.2))
-    runs.append(runs[0])  # the same run once more is no other seed
+    runs.append(runs[0])  # a repeated run is not a new seed
     write_overview(runs, tmp_path / "index.html")
     comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
-    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 2  # of training and of retrieval
+    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 2  # one each for training and retrieval
     mean, deviation = 100 * np.mean(recalls), 100 * np.std(recalls, ddof=1)
     assert f">{mean:.1f} % ({deviation:.2f})</td>" in comparison
-    assert ">1.5 (0)</td>" in comparison, "a metric that is no share"
+    assert ">1.5 (0)</td>" in comparison, "a metric that is not a fraction"
     write_overview(runs[2:], tmp_path / "index.html")
     assert "mean (standard deviation) of 2 seeds" in (tmp_path / "index.html").read_text()
     write_overview(runs[3:], tmp_path / "index.html")
@@ -158,7 +158,8 @@ def test_metrics_on_other_data_have_a_mean_over_seeds_too(tmp_path: Path) -> Non
         runs.append(path)
     write_overview(runs, tmp_path / "index.html")
     comparison = (tmp_path / "index.html").read_text().split("<h2>Comparison</h2>")[1].split("</section>")[0]
-    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 1 + 3  # of training, and of each data
+    # There is one for training, and one for each data folder.
+    assert comparison.count("mean (standard deviation) of 3 seeds: ") == 1 + 3
     for name, change in (("imagenet", 0.0), ("flickr", 0.1)):
         table = comparison.split(f"data: data/{name}</caption>")[1].split("</table>")[0]
         mean, deviation = 100 * (np.mean(recalls) + change), 100 * np.std(recalls, ddof=1)

@@ -1,4 +1,4 @@
-"""Precision: the scale of fp16 against torch's own, and what is computed in which type."""
+"""Precision: the loss scale of fp16 compared with torch's, and the dtype of each computation."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_only_tf32_rounds_float32() -> None:
 
 
 def test_the_scale_moves_as_torchs_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with gradients that are and are not finite, with our scale and with torch.amp.GradScaler."""
+    """Steps with finite and non-finite gradients are taken with clipmill's scale and with torch.amp.GradScaler."""
     monkeypatch.setattr("clipmill.train.device.precision._STEPS_TO_DOUBLE", 3)
     ours, theirs = nn.Linear(3, 1), nn.Linear(3, 1)
     theirs.load_state_dict(ours.state_dict())

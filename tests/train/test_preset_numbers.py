@@ -1,15 +1,15 @@
-"""Every value of every published preset beside a table typed from the documents that it comes from.
+"""Every value of every published preset, compared with tables typed from the source documents.
 
-A row is a value and its source: document, then section, table and row, or line. Numbers of steps are computed from what
-the documents say of data, epochs and batch. `differs` says what another source of the same authors has; the preset's
-header must then say which one it follows.
+A row is a value and its source: a document with section, table and row, or line. Numbers of steps are computed from the
+data size, epochs and batch in the documents. `differs` states what another source by the same authors has; the header
+of the preset must then say which source it follows.
 
     AVION         Zhao and Kraehenbuehl 2023; code: its public scripts
     FastCLIP      Wei et al. 2024; code: the commands of its README
     SpaceTimeGPT  page of the DeepSpeed version; code: src/train.py of the single-GPU model of the same name
     VideoMAE      Tong et al. 2022 (AVION, section 5.5: 'the default setting'); here from public code: its scripts for
                   Kinetics-400 (pretrain.sh, finetune.sh of 800 epochs), and AVION's, which repeat its defaults
-    here          no document has it: the reason
+    here          no document states the value, so the row gives the reason
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ DOCUMENTS = ("AVION", "FastCLIP", "SpaceTimeGPT", "VideoMAE", "here: ")
 
 @dataclass(frozen=True)
 class Row:
-    """A value of a preset, where it is written, and what another source has instead."""
+    """A value of a preset, its source, and the value of a source that differs."""
 
     value: Any
     source: str
@@ -87,7 +87,8 @@ EK100: Table = {
     "evaluate.every": HOW_OFTEN,
     "evaluate.max_samples": Row(10_000, "here: all of the 9,668 clips of the test split (AVION, section 5.1)"),
 }
-# 67,217 clips (AVION, section 5.1); an epoch has whole batches of each of 8 GPUs alone (code: drop_last).
+# There are 67,217 clips (AVION, section 5.1). In an epoch, each of 8 GPUs takes only complete batches (code:
+# drop_last).
 NUM_CLIPS, EPOCHS = 67_217, 100
 EPOCH_B, EPOCH_L = NUM_CLIPS // (64 * 8), NUM_CLIPS // (24 * 8)
 ONE_EPOCH = "AVION, appendix B.2 and B.3: 'a peak ... in the first epoch'"
@@ -146,7 +147,7 @@ FASTCLIP: Table = {
 
 
 def fastclip(size: str, table: Table) -> Table:
-    """The table of a FastCLIP preset, with its rows by loss and by optimizer."""
+    """Return the table of a FastCLIP preset, with its rows by loss and by optimizer."""
     rows = {
         f"by.loss.kind.{name}.loss.{key}": value
         for name, loss in losses_of(size).items()
@@ -313,7 +314,7 @@ PRESETS: dict[str, Table] = {
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a preset by the names of their flags."""
+    """Return the values of a preset by flag name."""
     values_found: dict[str, Any] = {}
     for name, value in values.items():
         values_found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -321,7 +322,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_same(value: Any, expected: Any) -> bool:
-    """Computed numbers may be rounded."""
+    """Return True if two values are equal; computed numbers may be rounded."""
     return isclose(value, expected, rel_tol=1e-12) if isinstance(expected, float) else bool(value == expected)
 
 
@@ -338,7 +339,7 @@ def test_a_preset_has_the_values_of_its_documents_and_no_others(preset: str) -> 
     table = PRESETS[preset]
     values = leaves(yaml.safe_load((PRESETS_FOLDER / f"{preset}.yaml").read_text())) | published_rows(preset)
     assert sorted(set(values) - set(table)) == [], "values of the preset without a source"
-    assert sorted(set(table) - set(values)) == [], "values of the documents that the preset lacks"
+    assert sorted(set(table) - set(values)) == [], "values of the documents that are missing in the preset"
     rows = {name: row for name, row in table.items() if row.value is not ...}
     assert {name: (values[name], row) for name, row in rows.items() if not is_same(values[name], row.value)} == {}
 

@@ -1,4 +1,4 @@
-"""Every published preset trains two steps on files in the form in which its dataset is published, at tiny size."""
+"""Every published preset trains two steps at tiny size, on files in the published form of its dataset."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ EPIC_ROWS = (
     "{id}_2,P01,{id},00:00:02.349,00:00:01.98,00:00:03.49,118,209,put plate into rack.,put-into,5,plate,2,"
     "\"['plate', 'rack']\",\"[2, 110]\"\n"
 )
-# Preset: its command, the dataset, flags that make it small.
-# One of each task and kind of data; test_preset_numbers.py compares the numbers of all.
+# Command, dataset, and flags that make each preset small. EVERY_DAY has one preset for each task and kind of data;
+# test_preset_numbers.py compares the numbers of all presets.
 EVERY_DAY = ("b16-ek100-mir", "b16-ek100-cls", "mae-latents", "vatex-timesformer-gpt2")
 PRESETS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "b16-ego4d": ("dual-encoder", "ego4d", SMALL),
@@ -62,7 +62,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_towers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Open_clip knows the tiny models for as long as this file runs."""
+    """Register the tiny models in open_clip while the tests of this file run."""
     before = list(factory._MODEL_CONFIG_PATHS), dict(factory._MODEL_CONFIGS)
     add_open_clip(tmp_path_factory.mktemp("models"))
     yield
@@ -71,7 +71,7 @@ def _small_towers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data_of(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The data folder of a dataset, made when it is first asked for."""
+    """Function that returns the data folder of a dataset, made at the first call."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -83,7 +83,7 @@ def data_of(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def manifest(folder: Path, kind: str, *annotations: Path, videos: list[str]) -> Path:
-    """Runs `prep manifest` on annotation files, and writes chunks of the videos that it finds."""
+    """Run `prep manifest` on annotation files, and write chunks of the videos that it lists."""
     files, data_dir = folder / "videos", folder / "data"
     files.mkdir()
     for name in videos:
@@ -101,7 +101,10 @@ def manifest(folder: Path, kind: str, *annotations: Path, videos: list[str]) -> 
 
 
 def epic(folder: Path, header: str, **ids: list[str]) -> Path:
-    """Annotation files of EPIC-KITCHENS-100 by their names, of three rows a video; `uid` leads in some releases."""
+    """Write annotation files of EPIC-KITCHENS-100 with three rows per video.
+
+    In some releases, the first column is `uid`.
+    """
     paths = []
     for name, narrations in ids.items():
         lines = [line for narration in narrations for line in EPIC_ROWS.format(id=narration).splitlines()]

@@ -1,4 +1,4 @@
-"""Credentials of a bucket that expire while a run trains."""
+"""Credentials of a bucket that expire during a run."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ HELD_OUT = NAMES[-1]
 
 
 def upload_set(tmp_path: Path, bucket: str) -> tuple[object, ...]:
-    """Puts captioned videos into a bucket, one of them held out; the flags of a run that reads them there."""
+    """Upload captioned videos to a bucket, one of them held out; return the flags of a run that reads them."""
     data = tmp_path / "data"
     splits = {name: "val" if name == HELD_OUT else "train" for name in NAMES}
     for number, (name, split) in enumerate(splits.items()):

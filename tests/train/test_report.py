@@ -25,7 +25,7 @@ PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 
 
 class Tags(HTMLParser):
-    """Collects tags and what they load."""
+    """Parser that collects tags and the URLs that they load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ GROUPS = [group for evaluation in evaluations().values() for group in evaluation
 
 
 def hostile_run(path: Path) -> RunFolder:
-    """A run in which every text that came from outside is markup."""
+    """Run in which every text from outside contains markup."""
     run = RunFolder(path / "run & <b>")
     run.path.mkdir(parents=True)
     save_settings(DualEncoderSettings(split=HOSTILE), run.settings)
@@ -72,7 +72,7 @@ def hostile_run(path: Path) -> RunFolder:
 
 
 def assert_own_scripts_only(page: str) -> None:
-    """The scripts of a page are those that its policy names, and its data, in which nothing ends the element."""
+    """Assert that a page has only the scripts that its policy lists, and data that cannot end their element."""
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
@@ -150,7 +150,7 @@ def test_numbers_of_captions_have_the_names_of_the_table() -> None:
     assert shown == {
         "CIDEr-D, times 100 (val)": ("CIDEr-D", "50"),
         "ROUGE-L, times 100 (val)": ("ROUGE-L", "25"),
-        # A product of small numbers that is meant to be 0.
+        # A product of small numbers that should be 0.
         "BLEU-1, times 100 (val)": ("BLEU-1", "0"),
         "Exact match, times 100 (val)": ("exact match", "12.5"),
         "Loss (val)": ("loss", "2"),
@@ -198,7 +198,7 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
 
 
 def long_run(folder: Path) -> RunFolder:
-    """A run of many steps, with an evaluation and hostile names."""
+    """Run of many steps, with an evaluation and hostile names."""
     run = hostile_run(folder)
     steady = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0}
     append_lines(
@@ -221,7 +221,7 @@ def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_pat
 
 
 def classified_run(path: Path) -> RunFolder:
-    """A run with a chart and a classification of 14 classes, one of which is named by markup."""
+    """Run with a chart and a classification of 14 classes, one of which has markup as its name."""
     run = long_run(path)
     names = [HOSTILE, *(f"class {number}" for number in range(1, 14))]
     label = torch.arange(14).repeat_interleave(20)
@@ -267,7 +267,7 @@ def test_charts_and_tables_obey_a_keyboard(tmp_path: Path) -> None:
         press("table[data-sort] th:nth-child(3) button", "Enter", "Enter")
         rows = "[...document.querySelectorAll('table[data-sort] tr td:nth-child(3)')].map((one) => one.textContent)"
         shares = [float(share.split()[0]) for share in tab.value(rows)]
-        assert shares == sorted(shares) and len(set(shares)) > 1, "the lowest first, after the second time"
+        assert shares == sorted(shares) and len(set(shares)) > 1, "the second press sorts the lowest first"
         assert tab.value("document.querySelector('th[aria-sort]').getAttribute('aria-sort')") == "ascending"
 
 

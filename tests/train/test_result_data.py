@@ -1,4 +1,4 @@
-"""Results on other data than the run's have names of their own, whatever the spelling of an address."""
+"""Results on other data than the run's have different names, regardless of how a path or URL is spelled."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`--resume auto`: one command line begins a run, and goes on with it after whatever killed it."""
+"""`--resume auto`: one command line starts a run, and resumes it after it was killed."""
 
 import shutil
 import signal
@@ -16,7 +16,7 @@ from tests.train.running import all_files, train, two_lines, weights_of
 
 SMALL = "--preset tiny --num-frames 4 --size-px 32 --batch 4 --workers 1 --device cpu"
 STEPS = "--warmup-steps 1 --steps 3 --checkpoint-every 1"
-# Of each task, what draws numbers and keeps state.
+# For each task, flags that need random numbers and state.
 COMMANDS = {
     "dual-encoder": "--init.pixel-mean 0.5 0.4 0.3 --loss.kind fastclip-v3",
     "classify": "--label action --towers.kind videomae --mixup 0.8 --cutmix 1 --dropout 0.1"
@@ -28,13 +28,13 @@ COMMANDS = {
 
 
 def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:
-    """The one command line."""
+    """Return the command line."""
     words = f"{command} {SMALL} {STEPS} {COMMANDS[command]} --shards {data_dir} --out {out}".split()
     return [*words, *map(str, more), "--resume", "auto"]
 
 
-# Changes of names before which a run is killed: while its folder is made, before there are settings, before the first
-# checkpoint, and behind it. Until there is a checkpoint, nothing depends on the task.
+# Numbers of the changes of names before which a run is killed: while its folder is made, before there are settings,
+# before the first checkpoint, and after it. Until the first checkpoint, nothing depends on the task.
 KILLED_AT = dict.fromkeys(COMMANDS, (30,)) | {"dual-encoder": (1, 2, 6, 20)}
 
 
@@ -106,7 +106,7 @@ def test_without_auto_a_run_is_required_and_a_preset_has_to_agree_with_it(
     assert train("dual-encoder", "--out", tmp_path / "none", "--resume") == 2
     assert "there is no run in" in two_lines(capsys)[0]
     begun_run = shutil.copytree(begun_run, tmp_path / "begun")
-    shutil.rmtree(RunFolder(begun_run).require_checkpoint())  # what is complete cannot continue
+    shutil.rmtree(RunFolder(begun_run).require_checkpoint())  # a complete run cannot continue
     messages = []
     for resume in (("--resume",), ("--resume", "auto")):
         assert train("dual-encoder", "--out", begun_run, *resume, "--preset", "tiny") == 2

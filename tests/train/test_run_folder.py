@@ -1,4 +1,4 @@
-"""The files of a run that grow by lines."""
+"""The files of a run that are appended line by line."""
 
 import threading
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None
 
 
 def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
-    """As a restart waits for a process of the attempt before it."""
+    """A restarted run waits for a process of the previous attempt."""
     run = RunFolder(tmp_path)
     released = threading.Event()
 
@@ -71,7 +71,7 @@ def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     run.facts.write_text(content)
     with pytest.raises(UserError, match=r"run\.json") as caught:
         run.read_facts()
-    # Without it, nothing knows the run any more.
+    # Without run.json, the run cannot be identified.
     assert caught.value.hint == "restore the run's files"
 
 

@@ -1,4 +1,4 @@
-"""docs/seeds.md: a row for each item of the documents, and commands of their experiments that start."""
+"""docs/seeds.md has a row for each item of the documents, and the commands of its experiments start."""
 
 import re
 import shlex
@@ -43,13 +43,13 @@ def test_every_table_and_figure_of_the_documents_is_an_experiment() -> None:
     for document, tables, figures in (("AVION", 5, 8), ("FastCLIP", 22, 11)):
         text = " ".join(re.findall(rf"{document}, (?:(?!AVION|FastCLIP).)*", named))
         for noun, count, first in (("table", tables, 1), ("figure", figures, 1)):
-            # Tables 1, 2 and 7 to 10 of FastCLIP are settings, which the presets hold.
+            # Tables 1, 2 and 7 to 10 of FastCLIP list settings, which the presets contain.
             left_out = {1, 2, 7, 8, 9, 10} if (document, noun) == ("FastCLIP", "table") else set()
             assert set(numbers(text, noun)) >= set(range(first, count + 1)) - left_out, f"{document}: {noun}"
 
 
 def numbers(text: str, noun: str) -> list[int]:
-    """Numbers behind `table 3`, `tables 12 to 14`, `figures 1 and 2`."""
+    """Return the numbers after a noun, as in `table 3`, `tables 12 to 14`, `figures 1 and 2`."""
     documents = []
     for first, word, last in re.findall(rf"{noun}s? (\d+)(?: (to|and) (\d+))?", text):
         documents += [int(first), *(range(int(first), int(last) + 1) if word == "to" else [int(last)] if last else [])]
@@ -61,7 +61,7 @@ def test_the_command_of_an_experiment_is_understood(line: str) -> None:
     program, *words = shlex.split(line)
     understood: dict[str, Callable[[], object]] = {
         "prep": lambda: prep_cli.build_app().parse_args(words, exit_on_error=False, print_error=False),
-        "train": lambda: parse(train_cli.app, words),  # with the preset and all rules
+        "train": lambda: parse(train_cli.app, words),  # including the preset and all rules
         "torchrun": lambda: parse(train_cli.app, words[words.index("train") + 1 :]),
         "python": lambda: find_spec(words[1]) is not None and import_module(words[1]).main,
     }
@@ -71,7 +71,7 @@ def test_the_command_of_an_experiment_is_understood(line: str) -> None:
 def test_every_run_that_a_command_reads_is_made_by_another() -> None:
     made = set(re.findall(r"--out (runs/\S+)", "\n".join(EXPERIMENTS)))
     read = {word for line in EXPERIMENTS for word in re.findall(r"(?<!--out )\b(runs/[\w-]+)(?= |$)", line)}
-    assert read <= made | {"runs/v3-2"}  # the same as runs/v3, with another seed
+    assert read <= made | {"runs/v3-2"}  # runs/v3-2 is the command of runs/v3 with a different seed
 
 
 TINY = "--model tiny --size-px 32 --num-frames 2 --batch 4 --steps 1 --warmup-steps 0 --workers 1 --device cpu"
@@ -82,7 +82,7 @@ OWN = {
     "mae": "",
     "caption": f"{DECODER} --decoding.max-tokens 4 --evaluate.every 0",
 }
-NAMED = ("--init.weights", "--decoder.weights", "--track.wandb", "--out")  # what is not here, and its value
+NAMED = ("--init.weights", "--decoder.weights", "--track.wandb", "--out")  # flags whose values do not exist here
 
 
 @pytest.mark.parametrize("task", OWN)

@@ -96,7 +96,7 @@ def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
         (DualEncoderSettings(best="val/text_to_video_r1", evaluate=DualEncoderEvaluation(every=1)), False),
         (CaptionerSettings(best="val/loss", evaluate=CaptionEvaluation(every=1)), True),
         (CaptionerSettings(best="val/cider", evaluate=CaptionEvaluation(every=1)), False),
-        # Neither the name of a label nor the name of the data says whether lower is better.
+        # The direction of a metric does not depend on the name of a label or of a data folder.
         (MaeSettings(best="val/rank_knn_top1", evaluate=ProbeEvaluation(every=1, labels=("rank",))), False),
         (
             CaptionerSettings(best="rank/bleu4", evaluate=CaptionEvaluation(every=1, shards=("rank=data@val",))),
@@ -114,7 +114,8 @@ def test_a_simple_crop_finds_its_size_in_the_frame() -> None:
 
 
 def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
-    # The patch is no number to divide by, and the ratio none to round: each is named once, and nothing that follows.
+    # The patch size cannot be a divisor, and the ratio cannot be rounded. Each is reported once, without subsequent
+    # errors.
     with deferred_checks():
         caption = CaptionerSettings(towers=Towers(patch_px=0, drop_path=2), size_px=40)
         mae = MaeSettings(mask_ratio=math.nan, optimizer=MaeOptimizer(end_lr=1.0), lr=0.0)
@@ -203,7 +204,7 @@ def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: 
     with pytest.raises(UserError, match=message) as caught:
         load_settings(path, DualEncoderSettings)
     assert str(path) in str(caught.value) and "is cut off" in str(caught.value)
-    # A run is nothing without its settings.
+    # A run cannot be used without its settings.
     assert "restore the run's files" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
     path.write_text(f"{content}\n")
     with pytest.raises(UserError, match=message) as caught:
@@ -314,5 +315,5 @@ def test_of_several_processes_the_first_says_a_mistake_and_the_others_wait_to_be
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     slept: list[float] = []
     monkeypatch.setattr("clipmill.train.cli.time.sleep", slept.append)
-    # Nobody has ended this one: it was alone with its mistake.
+    # No other process ended this one, because only one process was started.
     assert train(*words) == 2 and slept == pauses and capsys.readouterr().err.startswith("error: ")

@@ -1,4 +1,4 @@
-"""Nothing outside of a task's folder names it, by strings either."""
+"""No file outside a task's folder contains the task's name, not even in a string."""
 
 import ast
 import re
@@ -9,14 +9,14 @@ from pathlib import Path
 from clipmill.train.registry import task_names
 
 TRAIN = Path(__file__).resolve().parents[2] / "train"
-EXCEPTIONS = {"registry.py"}  # a row for each task
-# A caption is a thing, too; the task of that name is meant where a command is.
+EXCEPTIONS = {"registry.py"}  # has a row for each task
+# "caption" is also an ordinary noun, so only the name in a command counts.
 THINGS = {"caption"}
 
 
 @cache
 def literals(path: Path) -> list[tuple[int, str]]:
-    """The strings of a file and their lines, without docstrings."""
+    """Return the strings of a file with their lines, without docstrings."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     strings = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in texts)
@@ -24,7 +24,7 @@ def literals(path: Path) -> list[tuple[int, str]]:
 
 
 def mentions(path: Path, names: re.Pattern[str]) -> Iterator[str]:
-    """The literals of a file that name a task."""
+    """Yield the literals of a file that contain the name of a task."""
     for line, text in literals(path):
         if names.search(text):
             yield f"{path.relative_to(TRAIN)}:{line}: {text!r}"

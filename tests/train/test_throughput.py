@@ -1,4 +1,4 @@
-"""The numbers of speed: FLOPs against formulas, and a count that does not touch the step."""
+"""Speed metrics: FLOPs compared with formulas, and a counter that does not affect the step."""
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ def speed_of() -> Throughput:
 
 
 def transformer_flops(num_tokens: int, width: int, depth: int) -> int:
-    """Of a forward pass: 12 D^2 products a token in matrices, 2 T D a token in attention; a product is 2 FLOPs."""
+    """Return the FLOPs of a forward pass.
+
+    Per token, matrices need 12 D^2 products and attention 2 T D products; a product is 2 FLOPs.
+    """
     return depth * num_tokens * 2 * (12 * width**2 + 2 * num_tokens * width)
 
 
@@ -67,7 +70,7 @@ def test_what_is_computed_twice_counts_once_and_what_has_no_gradient_not_at_all(
             model(part).sum().backward()
     forward = 3 * 2 * 8 * 16 * 16
     assert speed.flops_per_step == 3 * forward
-    # torch counts what was done: the forward pass of the blocks once more.
+    # torch counts the recomputed forward pass of the blocks, too.
     assert counter.get_total_flops() == 4 * forward
 
 
@@ -89,7 +92,7 @@ def test_counting_does_not_change_the_step() -> None:
 
 
 def test_the_flops_of_xformers_kernel_are_those_of_the_formula() -> None:
-    """It takes [B, M, H, K], and queries of a captioner's cross-attention are fewer or more than the keys."""
+    """The kernel takes [B, M, H, K]; cross-attention of a captioner has different numbers of queries and keys."""
     query, key = torch.empty(2, 12, 4, 8), torch.empty(2, 9, 4, 8)
     assert efficient_flops(query, key, key) == 2 * 2 * (2 * 4 * 12 * 9 * 8)
 

@@ -1,4 +1,4 @@
-"""Runs that are opened to be evaluated, and are not as they were trained."""
+"""Runs whose settings or files were changed after training, when they are opened for an evaluation."""
 
 import json
 from pathlib import Path

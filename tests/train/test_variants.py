@@ -1,4 +1,4 @@
-"""A run reads one variant of each column from its beginning to its end, whichever is current; `--variant` names one."""
+"""A run reads one variant of each column throughout, whichever is current; `--variant` selects one."""
 
 import gc
 import json
@@ -32,8 +32,8 @@ STEPS = ("--steps", 2, "--checkpoint-every", 1, "--device", "cpu", "--workers", 
 
 @pytest.fixture
 def data(moving: Path, tmp_path: Path) -> Path:
-    """A data folder with two variants of its chunks, of which the first is current."""
-    # Without the marks of readers that earlier tests have not let go yet.
+    """Data folder with two variants of its chunks; the first one is current."""
+    # The copy omits marks of readers that earlier tests have not released yet.
     shutil.copytree(moving, tmp_path / "data", ignore=shutil.ignore_patterns(READERS_FOLDER))
     shutil.copytree(tmp_path / "data" / "video" / VARIANT, tmp_path / "data" / "video" / OTHER)
     for name, recipe in RECIPES.items():
@@ -79,7 +79,7 @@ def test_a_run_is_resumed_and_evaluated_on_its_own_variant(
     assert f"prep chunk --data {data}, with the settings of the current variant, except {settings}; or" in hint
     assert "--out" in hint
 
-    # The data folder still names the variant whose folder was deleted.
+    # The current variant in the data folder is the one whose folder was deleted.
     set_current_variant(data, "video", VARIANT)
     assert train("dual-encoder", "--resume", "--out", run) == 2
     error, hint = two_lines(capsys)
@@ -100,7 +100,7 @@ def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.
     assert train("dual-encoder", "--resume", "--out", run) == 0
     assert variant_of(run) == OTHER
 
-    # Evaluations and embeddings have the flag too, also for other data; a result says which variant it is of.
+    # Evaluations and embeddings accept the flag, also for other data, and a result states its variant.
     evaluate = ("eval", "retrieval", run, "--json")
     other = shutil.copytree(data, tmp_path / "other")
     capsys.readouterr()
@@ -144,20 +144,20 @@ def test_clips_are_embedded_captioned_and_shown_from_the_variant_of_the_run(
     captions = ("caption-chunks", captioner, "--device", "cpu", "--method", "greedy", "--json")
     capsys.readouterr()
 
-    # Of the run's own data, its own variant, whether or not the data are named.
+    # For the run's own data, the commands use the run's variant, whether or not --shards is given.
     assert train("embed", run, "--out", out, "--device", "cpu") == 0
     assert f"; {VARIANT}" in capsys.readouterr().out
     assert train("embed", run, "--out", out, "--device", "cpu", "--shards", data) == 0
     assert f"nothing to do: {out} is finished" in capsys.readouterr().out
     assert train(*captions, "--shards", data, "--out", tmp_path / "of_run.parquet") in (0, 1)
     assert f'"video_variant": "{VARIANT}"' in capsys.readouterr().out
-    # The page shows what was embedded: the chunks of the current variant cannot be read here.
+    # The page shows the embedded chunks, because the chunks of the current variant cannot be read here.
     for shard in (data / "video" / OTHER).glob("*.tar"):
         shard.write_bytes(b"")
     search = ("search", out, "--like", "0", "--top", "1", "--page", tmp_path / "page.html")
     assert train(*search) == 0 and "data:video/mp4" in (tmp_path / "page.html").read_text()
 
-    # Other data have their current variant; a variant that is gone is named with the one in its place.
+    # Other data use their current variant. If a variant is missing, the message names it and its replacement.
     other = shutil.copytree(data, tmp_path / "other")
     assert train(*captions, "--shards", other, "--out", tmp_path / "of_other.parquet") == 1
     shutil.rmtree(data / "video" / VARIANT)
@@ -197,7 +197,7 @@ def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(
     assert read_variants() == [OTHER]
     next(iter(batches))
     batches.close()
-    assert read_variants() == [OTHER], "they can be iterated again"
+    assert read_variants() == [OTHER], "the batches can be iterated again"
     del batches
     assert read_variants() == []
 

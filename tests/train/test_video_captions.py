@@ -32,7 +32,7 @@ from tests.train.tiny_data import (
     write_shard,
 )
 
-# The whole picture, at its own size: the numbers in it stay readable.
+# The complete frame at its own resolution keeps the numbers in it readable.
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
 SHAPE = ClipShape(sampling=Sampling(num_frames=4), size_px=64, min_crop_area=1.0)
 
@@ -68,7 +68,7 @@ def numbers(samples: Samples[Any], sample: int, *, seed: int | None = None) -> l
 
 
 def numbers_in(sample: Sample) -> list[int]:
-    """Read from the luma of each picture."""
+    """Return the numbers read from the luma of each image."""
     return [read_frame_number(picture[: 64 * 64].reshape(64, 64)) for picture in sample["video"]]
 
 
@@ -76,8 +76,8 @@ def test_clips_show_the_frames_of_their_span_across_borders_too(data_dir: Path) 
     samples = open_set(data_dir)
     assert [samples.text(sample) for sample in range(3)] == ["it begins", "the middle of a", "the end of a"]
     assert numbers(samples, 0) == [1, 3, 6, 8]
-    assert numbers(samples, 1) == [14, 18, 22, 26]  # 20 frames a chunk: two from each
-    assert numbers(samples, 2) == [33, 39, 45, 51]  # to the end of the video at 5.5 s
+    assert numbers(samples, 1) == [14, 18, 22, 26]  # with 20 frames per chunk, two frames are from each chunk
+    assert numbers(samples, 2) == [33, 39, 45, 51]  # until the end of the video at 5.5 s
 
 
 def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path) -> None:
@@ -223,7 +223,7 @@ def test_rgb_is_the_same_clip_in_colour(data_dir: Path) -> None:
 
 
 def test_samples_that_share_a_chunk_are_what_they_are_alone(data_dir: Path) -> None:
-    """Decoded together, with random crops; sorted by chunk, so that neighbours share one."""
+    """The samples are decoded together, with random crops. They are sorted by chunk, so neighbours share one."""
     shape = replace(SHAPE, min_crop_area=0.2, size_px=32)
     alone, together = open_set(data_dir, shape=shape), open_set(data_dir, shape=shape, group=3)
     assert together.fingerprint != alone.fingerprint
@@ -252,7 +252,7 @@ def test_a_damaged_packet_fails_those_samples_of_a_group_that_need_it(tmp_path: 
 
 
 def flip_byte(shard: CommittedShard, place: int) -> None:
-    """Flips a bit of the chunk in the first row."""
+    """Flip a bit of the chunk in the first row."""
     begin, _ = shard.member_range(0, "mp4")
     with shard.tar_path.open("r+b") as file:
         file.seek(begin + place)
@@ -272,13 +272,13 @@ LIES: dict[str, Callable[[list[int]], list[int]]] = {
 
 @pytest.mark.parametrize("field", LIES)
 def test_a_packet_table_that_lies_is_a_failed_sample(tmp_path: Path, field: str) -> None:
-    """Even where the commit vouches for the lie."""
+    """This holds even if the commit record confirms the wrong table."""
     [sample] = chunks_of("a", CHUNK_FRAMES)
     fields = {**sample.fields, field: LIES[field](sample.fields[field])}
     write_shard(tmp_path, 0, [replace(sample, fields=fields)], split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 0.4, "four frames")])
     samples = open_set(tmp_path)
-    if field == "packet_flags":  # no key frame is known: the container, which knows better, is believed
+    if field == "packet_flags":  # no key frame is known, so the container's key frames are used
         assert numbers(samples, 0) == [0, 1, 2, 3]
     else:
         assert failure(samples, 0).reason in ("checksum", "undecodable", "frame_missing")
@@ -297,7 +297,7 @@ def test_an_index_that_is_not_the_committed_one_is_a_failed_sample(tmp_path: Pat
 
 
 def test_neighbours_of_different_codecs_make_one_clip(tmp_path: Path) -> None:
-    """Each is decoded as what it is, and one crop is cut out of both."""
+    """Each neighbour is decoded with its own codec, and the same crop is cut from both."""
     first = video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))
     second = video_sample("a", 2000, encode_chunk(CHUNK_FRAMES, CHUNK_FRAMES, codec="mpeg4"))
     write_shard(tmp_path, 0, [first, second], split="train")
@@ -321,7 +321,10 @@ def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
 
 
 def test_the_whole_of_a_video_is_its_frames_at_a_rate_that_is_no_round_number(tmp_path: Path) -> None:
-    """16 frames at 30 / 1.001 a second end between two microseconds; four with a stride of four fill them exactly."""
+    """16 frames at 30 / 1.001 per second end between two microseconds.
+
+    Four frames with a stride of four cover them exactly.
+    """
     payload = encode_chunk(0, 16, fps=Fraction(30000, 1001))
     write_shard(tmp_path, 0, [video_sample("a", 0, payload, fps=Fraction(30000, 1001))], split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, float("inf"), "all of it")])
@@ -335,7 +338,7 @@ def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
     samples = open_set(data_dir, shape=shape)
     assert "6 shorter than 4 x 5 frames, with a smaller stride" in samples.describe()
     assert numbers(samples, 2) == [32, 37, 42, 47]  # the middle 20 of frames 30 to 54
-    assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames: a stride of 2.5
+    assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames, so the stride is 2.5
 
 
 @pytest.mark.parametrize(("begin_s", "end_s"), [(0.0, 9.3e12), (0.0, 1e300), (0.0, float("inf")), (1e18, 1e19)])

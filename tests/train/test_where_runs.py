@@ -1,4 +1,4 @@
-"""`--where` of commands: what a run records of it, resuming, evaluations and embeddings."""
+"""`--where` in commands: what a run records, resuming, evaluations and embeddings."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.train.tiny_data import Caption, write_captions
 
 @pytest.fixture(scope="module")
 def scored_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight videos, two held out; the chunks of odd videos do not move."""
+    """Eight videos, two held out; the chunks of odd videos have no motion."""
     data_dir = tmp_path_factory.mktemp("data") / "scored"
     data_dir.mkdir()
     write_moving(data_dir, num_videos=8)
@@ -47,7 +47,7 @@ def run(scored_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_captions_and_evaluations_are_selected(run: Path) -> None:
     facts = RunFolder(run).read_facts()
     assert "where: motion > 0.5 and words == 2" in RunFolder(run).settings.read_text()
-    # One caption of 25 has more words; twelve captions are of videos that do not move.
+    # One of 25 captions has more words. Twelve captions belong to videos without motion.
     assert "16 of 25 captions of split 'train'; 9 not selected" in facts["data"]
     assert "8 of 12 chunks and 24 of 25 captions selected" in facts["data"]
     assert "4 of 8 captions of split 'val'" in facts["evaluations"]["val"]["data"]
@@ -61,7 +61,7 @@ def test_resuming_with_another_expression_is_refused(
     shutil.copytree(run, copy)
     assert train("dual-encoder", "--resume", "--out", copy, "--where", "motion > 0.25", "--steps", 3) == 2
     assert "--where is motion > 0.25, but the run in" in capsys.readouterr().err
-    # Other scores select other samples.
+    # Different scores select different samples.
     other = tmp_path / "data"
     shutil.copytree(scored_data, other)
     keys = [key for shard in Variant.open(other).shards() for key in shard.index["key"].to_pylist()]
@@ -120,7 +120,7 @@ LABEL = "label_class = 'bright:left'"
 
 @pytest.fixture(scope="module")
 def repeated_captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two captions for each clip; only the first has labels, as `prep manifest folder` stores them."""
+    """Data with two captions for each clip; only the first has labels, as `prep manifest folder` stores them."""
     data_dir = tmp_path_factory.mktemp("data") / "repeated"
     data_dir.mkdir()
     write_moving(data_dir, num_videos=4)
@@ -140,7 +140,7 @@ def repeated_captions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_labels_select_captions_and_chunks(
     repeated_captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Three videos, each with one such clip of a second and two texts about it; a chunk has two seconds.
+    # Each of three videos has one such clip of one second with two texts, in a chunk of two seconds.
     out = tmp_path / "dual"
     words = [*TASKS["dual-encoder"].split(), "--batch", 2, "--where", LABEL]
     assert train("dual-encoder", "--shards", repeated_captions, "--out", out, *words) == 0

@@ -1,4 +1,4 @@
-"""A data folder of small videos whose pixels carry the frame number, written through the real writers."""
+"""A data folder of small videos whose pixels encode the frame number, written with the real writers."""
 
 import io
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Caption:
     end_s: float
     text: str
     source: str = "test"
-    labels: Mapping[str, Any] = field(default_factory=dict)  # values of label columns, by name
+    labels: Mapping[str, Any] = field(default_factory=dict)  # values of label columns by name
 
 
 @cache  # many folders have the same chunks
@@ -48,7 +48,10 @@ def encode_chunk(
     codec: str = "libx264",
     open_gop: bool = False,
 ) -> bytes:
-    """An mp4 of pictures that read first_number, first_number + 1, ...; groups of 8 frames, with B-frames in H.264."""
+    """Return an mp4 of frames that show first_number, first_number + 1, ...
+
+    It has groups of 8 frames, with B-frames in H.264.
+    """
     content = io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
         options = {"threads": "1", "g": "8"}
@@ -69,7 +72,7 @@ def encode_chunk(
 
 
 def video_sample(video_id: str, start_ms: int, payload: bytes, *, fps: int | Fraction = FPS) -> Sample:
-    """A chunk as the video column stores it."""
+    """Return a chunk as the video column stores it."""
     facts = read_chunk(payload, fps=Fraction(fps))
     fields = {
         "video_id": video_id,
@@ -92,7 +95,7 @@ def video_sample(video_id: str, start_ms: int, payload: bytes, *, fps: int | Fra
 
 
 def chunks_of(video_id: str, num_frames: int) -> list[Sample]:
-    """The chunks of a video of `num_frames` frames; the last may be shorter."""
+    """Return the chunks of a video of `num_frames` frames; the last chunk may be shorter."""
     return [
         video_sample(video_id, first * 1000 // FPS, encode_chunk(first, min(CHUNK_FRAMES, num_frames - first)))
         for first in range(0, num_frames, CHUNK_FRAMES)
@@ -100,7 +103,7 @@ def chunks_of(video_id: str, num_frames: int) -> list[Sample]:
 
 
 def write_shard(data_dir: Path, shard_id: int, samples: list[Sample], *, split: str) -> None:
-    """Writes and commits one shard."""
+    """Write and commit one shard."""
     directory = data_dir / "video" / VARIANT
     directory.mkdir(parents=True, exist_ok=True)
     with ShardWriter(directory, shard_id=shard_id, extensions=("mp4",), fields=VIDEO_FIELDS) as writer:
@@ -112,7 +115,7 @@ def write_shard(data_dir: Path, shard_id: int, samples: list[Sample], *, split: 
 
 
 def write_captions(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:
-    """Writes the manifest: the split of each video, and the captions."""
+    """Write the manifest: the split of each video, and the captions."""
     videos = pa.table(
         {
             "video_id": list(splits),

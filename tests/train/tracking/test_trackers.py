@@ -1,4 +1,4 @@
-"""Who gets the numbers of a run: each step once, in whatever keeps them, however often the run was resumed."""
+"""Trackers of a run's metrics: each receives each step once, no matter how often the run was resumed."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def line_of(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def track(tmp_path: Path) -> Callable[..., RunFolder]:
-    """Logs steps after `after` to `last`, as a run that begins or goes on does."""
+    """Function that logs the steps after `after` up to `last`, as a new or resumed run does."""
 
     def log(after: int, last: int, **chosen: Any) -> RunFolder:
         settings = TrainingSettings(out=tmp_path / "run", steps=20, track=TrackSettings(**chosen))
@@ -79,10 +79,10 @@ def test_wandb_is_sent_each_step_once_under_one_run(
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(track(0, 0).path / name.lower()))
     for after, last in ((0, 9), (4, 11)):
-        # W&B names the folder of a process by the second in which it begins.
+        # W&B names a process's folder by the second in which the process starts.
         time.sleep(1)
         run = track(after, last, wandb="offline")
-    # The end of a run only asks W&B's service to close the file; the end of a process waits until it has.
+    # At the end of a run, W&B's service is only asked to close the file. The end of a process waits for that.
     wandb.teardown()
     records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
@@ -106,7 +106,10 @@ def test_wandb_is_sent_each_step_once_under_one_run(
 
 
 def sent_records(path: Path) -> list[Any]:
-    """Records of a W&B file: a log as LevelDB's, blocks of 32 KiB with parts of records, after a header of 7 bytes."""
+    """Return the records of a W&B file.
+
+    It is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB hold parts of records.
+    """
     from wandb.proto import wandb_internal_pb2
 
     content = path.read_bytes()
@@ -118,8 +121,8 @@ def sent_records(path: Path) -> list[Any]:
         size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
         data += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            record = vars(wandb_internal_pb2)["Record"]()  # made when imported, unknown to type checkers
+        if kind in (1, 4):  # a complete record, or its last part
+            record = vars(wandb_internal_pb2)["Record"]()  # created at import, so type checkers do not know it
             record.ParseFromString(data)
             all_records.append(record)
             data = b""
@@ -129,7 +132,8 @@ def sent_records(path: Path) -> list[Any]:
 def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
     settings = CaptionerSettings(model="b16", lr=5e-7, batch=16, steps=20, seed=42)
     facts = {"world_size": 16, "captions_per_clip": 10, "decoder": {"depth": 12, "width": 768}}
-    theirs = "VATEX-psc-H100-run_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42"  # SpaceTimeGPT's
+    # SpaceTimeGPT's code gives this name.
+    theirs = "VATEX-psc-H100-run_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42"
     assert run_name("VATEX-psc-H100-run", settings, facts) == theirs
     others = DualEncoderSettings(model="b16", num_frames=4, batch=8, share=0.1)
     assert run_name("pairs", others, {"world_size": 1}) == "pairs_ws1_ss0.1_enl12_ehs768_nf4_ps16_lr0.0003_bs8_rs0"

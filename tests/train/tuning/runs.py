@@ -1,4 +1,4 @@
-"""Commands of runs that train parts of a model, and what is in their checkpoints."""
+"""Commands of runs that train parts of a model, and readers of their checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def stored_names(out: Path, prefix: str) -> set[str]:
 
 
 def kill_copy(out: Path, copy: Path) -> Path:
-    """A copy of a run as it was after its first checkpoint."""
+    """Copy a run in its state after its first checkpoint."""
     shutil.copytree(out, copy)
     for path in sorted((copy / "checkpoints").iterdir())[1:]:
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Runs with adapters: what checkpoints hold, and how they are used again."""
+"""Runs with adapters: the contents of checkpoints, and how they are used again."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_resumed(
     frozen = "(video, with adapters of rank 2; text, with adapters of rank 2)"
     assert RunFolder(adapted_run).read_facts()["parameters"].endswith(f"of them frozen {frozen}")
     names = stored_names(adapted_run, "model.")
-    # 2 blocks of each tower with 4 matrices each, and 2 tensors for a matrix.
+    # Each tower has 2 blocks with 4 matrices each, and each matrix has 2 adapter tensors.
     assert len(names) == 4 * 4 * 2 and all(name.endswith((".lora.A", ".lora.B")) for name in names)
     assert (
         stored_names(adapted_run, "ema.")
@@ -103,7 +103,7 @@ def test_adapters_need_the_weights_that_they_adapt(
         ("export", out, "--format", "open_clip", "--out", tmp_path / "exported"),
         ("dual-encoder", *flags, "--steps", 1, "--init.weights", out, "--out", tmp_path / "second"),
     )
-    # The weights of a run whose text tower was trained on.
+    # Weights of a run that continued to train the text tower.
     changed = tmp_path / "changed"
     others = ("--steps", 1, "--freeze", "video", "--init.weights", base, "--out", changed)
     assert train("dual-encoder", *TINY, "--lr", "1e-2", "--shards", data_dir, *others) == 0
@@ -126,7 +126,7 @@ def test_adapters_need_the_weights_that_they_adapt(
 
 
 def test_what_weights_lack_is_trained_whole_beside_the_adapters(data_dir: Path, source: Path, tmp_path: Path) -> None:
-    """A new projection, and the positions of another picture size, which a rule of resizing has made."""
+    """The projection is new, and the positions are resized to a different image size."""
     out = tmp_path / "run"
     flags = [*TINY[:2], "--num-frames", 4, "--size-px", 48, *TINY[6:], "--lr", "1e-2", "--steps", 2]
     flags += ["--shards", data_dir, "--init.weights", source, *LORA, "--lora.targets", "mlp"]

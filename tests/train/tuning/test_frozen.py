@@ -1,4 +1,4 @@
-"""Frozen parts: what stays as it was, what it costs, and in which tasks."""
+"""Frozen parts: which tensors do not change, their cost, and the tasks that support them."""
 
 import re
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
     printed = capsys.readouterr().out
     assert "keeps random weights" not in printed
     assert f"parameters: {message}\n" in printed and RunFolder(out).read_facts()["parameters"] == message
-    # Nothing is kept of a frozen tensor but itself.
+    # For a frozen tensor, a checkpoint stores only the tensor itself.
     assert stored_names(out, "model.") == after.keys()
     assert stored_names(out, "ema.") == after.keys() - frozen
     assert {name.rpartition(".")[0] for name in stored_names(out, "optimizer.model.")} == after.keys() - frozen
@@ -63,7 +63,7 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
 def test_the_first_blocks_are_run_without_a_graph(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing before the last block of either tower asks for memory or a backward pass."""
+    """Parts before the last block of either tower need neither stored activations nor a backward pass."""
     seen: dict[str, bool] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -92,7 +92,7 @@ def test_the_first_blocks_are_run_without_a_graph(
 
 @pytest.mark.parametrize("part", ["video", "text"])
 def test_a_frozen_tower_runs_once_for_each_clip_of_a_batch_in_parts(part: str) -> None:
-    """In microbatches the trained tower runs twice; the gradients are those of the whole batch."""
+    """In microbatches, the trained tower runs twice, and the gradients are those of the complete batch."""
     torch.manual_seed(0)
     model = DualEncoder(SIZES["tiny"], image_px=32, num_frames=2, attend=attend_with_sdpa).double()
     freeze(model, [frozen_part(part)])
@@ -146,7 +146,7 @@ def test_a_classifier_trains_its_head_and_what_is_not_frozen(
         name for name in shared if re.fullmatch(changed, name)
     }
     if flags[:2] == LORA[:2]:
-        # VideoMAE's own files have the merged encoder.
+        # A file in VideoMAE's format contains the merged encoder.
         assert train("export", out, "--format", "videomae", "--out", tmp_path / "exported") == 0
         file = torch.load(tmp_path / "exported" / "checkpoint.pth", weights_only=True)["model"]
         assert torch.equal(file["blocks.0.mlp.fc1.weight"], after["video.transformer.resblocks.0.mlp.c_fc.weight"])

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused before there is a run."""
+"""Settings that cannot be trained are rejected before a run exists."""
 
 from pathlib import Path
 from typing import Any
