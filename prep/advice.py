@@ -20,7 +20,7 @@ A bucket serves many requests at once, each with a latency of tens of millisecon
     requests in flight = requests per second x latency        (Little's law: Little 1961, Operations Research 9)
 
 E epochs of C clips transfer E x C x b / N bytes to each node if ranges are read. If complete tars are copied into a
-cache that can hold them, all D bytes are transferred to each node once, which is less from E = N x D / (C x b) on.
+cache that can hold them, all D bytes are transferred to each node once. That is less if E exceeds N x D / (C x b).
 """
 
 import json
@@ -48,7 +48,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 _SOURCE = "AVION, arXiv:2309.16669, equation 3"
 _USD_PER_GET = 0.40e-6  # S3 Standard in us-east-1
 _GETS_PER_S = 5_500  # minimum request rate that S3 supports per prefix
-WHOLE = "whole chunks"  # one of the ways of reading a clip
+WHOLE_CHUNKS = "whole chunks"  # one of the ways of reading a clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Load:
     @cached_property
     def ways(self) -> dict[str, float]:
         """Bytes per clip for each way of reading it."""
-        return {WHOLE: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
+        return {WHOLE_CHUNKS: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
         """Return the number of times that a batch can be read during one step."""
@@ -225,7 +225,7 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
     ]
     for way, clip_bytes in load.ways.items():
         headroom, nodes, chunk_limit = load.headroom(way), count_noun(load.num_nodes, "node"), ""
-        if way == WHOLE:
+        if way == WHOLE_CHUNKS:
             chunk_limit = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
         # If one of several nodes measured the speed, all nodes together get between this speed and this speed times the
         # number of nodes, so there are three possible verdicts.
@@ -411,16 +411,17 @@ def measure_bucket(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Re
     reads = list(column.reads)
     Random(0).shuffle(reads)
     num_threads = min(READERS * num_processes, _MAX_THREADS)
-    single = measure_reads(
+    request_speed = measure_reads(
         [partial(_read, shard, ranges[:1]) for shard, ranges in reads[:_NUM_LATENCIES]], seconds=10.0
     )
     clips = [partial(_read, shard, ranges) for shard, ranges in reads]
-    parallel = measure_reads(clips, num_threads=num_threads, repeats=True)
+    parallel_speed = measure_reads(clips, num_threads=num_threads, repeats=True)
     method = (
-        f"measured from this machine on {count_noun(parallel.num_reads, 'clip')}, {num_threads} at a time; a single "
-        f"request takes {single.read_s * 1000:.0f} ms, 95th percentile {single.slow_read_s * 1000:.0f} ms"
+        f"measured from this machine on {count_noun(parallel_speed.num_reads, 'clip')}, {num_threads} at a time; a "
+        f"single request takes {request_speed.read_s * 1000:.0f} ms, "
+        f"95th percentile {request_speed.slow_read_s * 1000:.0f} ms"
     )
-    return single, parallel, method
+    return request_speed, parallel_speed, method
 
 
 def _read(shard: CommittedShard, ranges: Ranges) -> int:

@@ -4,10 +4,10 @@ PyAV encodes the videos in this process, so no ffmpeg program is needed. Each vi
 its bytes are reproducible.
 
 The index, seed, length and mode of a video determine its pixels and its file name. Files are published atomically, so
-an existing file is complete, and is not made again; a larger dataset leaves the existing videos unchanged. Every fifth
-video is in the split val. A video is a sequence of scenes of 3 to 6 s each; the last scene is longer if the rest would
-be too short for a scene. Each scene has a caption, with colour, shape and motion as labels. The background is plain and
-dark, with a level that differs between videos.
+an existing file is complete, and is not encoded again; a larger dataset leaves the existing videos unchanged. Every
+fifth video is in the split `val`. A video is a sequence of scenes of 3 to 6 s each; the last scene is longer if the
+rest would be too short for a scene. Each scene has a caption, with colour, shape and motion as labels. The background
+is plain and dark, with a level that differs between videos.
 """
 
 import hashlib
@@ -422,7 +422,7 @@ def frame_ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variab
 MAX_FRAME_NUMBER = (1 << 20) - 1
 _COLUMNS, _ROWS = 8, 4
 _CHECK_BITS = 12
-_DARK_BELOW, _LIGHT_ABOVE = 96, 160
+_DARK_LIMIT, _LIGHT_LIMIT = 96, 160
 
 
 def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
@@ -440,7 +440,7 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
     """
     if not 0 <= number <= MAX_FRAME_NUMBER:
         raise ValueError(f"frame number {number} is not in [0, {MAX_FRAME_NUMBER}]")
-    code = (number << _CHECK_BITS) | _check(number)
+    code = (number << _CHECK_BITS) | _check_bits(number)
     shifts = np.arange(_COLUMNS * _ROWS - 1, -1, -1)
     cells = (((code >> shifts) & 1) * 255).astype(np.uint8).reshape(_ROWS, _COLUMNS)
     rows = np.arange(height) * _ROWS // height
@@ -465,12 +465,12 @@ def read_frame_number(picture: np.ndarray) -> int:
     levels = _region_weights(_ROWS, height) @ grey @ _region_weights(_COLUMNS, width).T
     code = 0
     for cell, level in enumerate(levels.ravel().tolist()):
-        if _DARK_BELOW <= level <= _LIGHT_ABOVE:
+        if _DARK_LIMIT <= level <= _LIGHT_LIMIT:
             row, column = divmod(cell, _COLUMNS)
             raise ValueError(f"cell {row},{column} of the frame code has level {level:.0f}, neither black nor white")
-        code = code << 1 | (level > _LIGHT_ABOVE)
+        code = code << 1 | (level > _LIGHT_LIMIT)
     number = code >> _CHECK_BITS
-    if code & ((1 << _CHECK_BITS) - 1) != _check(number):
+    if code & ((1 << _CHECK_BITS) - 1) != _check_bits(number):
         raise ValueError(f"the frame code is {number}, but its check bits do not match")
     return number
 
@@ -488,5 +488,5 @@ def _region_weights(num_cells: int, length: int) -> np.ndarray:
     return weights
 
 
-def _check(number: int) -> int:
+def _check_bits(number: int) -> int:
     return zlib.crc32(number.to_bytes(4, "big")) & ((1 << _CHECK_BITS) - 1)

@@ -84,11 +84,11 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         UserError: The column's package declares fields that its samples lack.
     """
     tables, members, open_gops = [], set[str](), set[int]()
-    all_current = True
+    are_all_current = True
     for part in _parts(variant):
         current = part.open_current()
-        all_current &= current is not None
-        table = part.build(old=None, finds_open_gops=False) if current is None else current
+        are_all_current &= current is not None
+        table = part.build(old_table=None, finds_open_gops=False) if current is None else current
         members.add(_metadata(table, _MEMBER_KEY).decode())
         open_gops.update(_numbers(table, _OPEN_GOPS_KEY))
         names = list(table.column_names if columns is None else columns)
@@ -97,7 +97,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         raise DamagedTable(
             variant.directory / CHUNKS_FILE, f"its samples have different members: {' and '.join(sorted(members))}"
         )
-    known_open_gops = frozenset(open_gops) if all_current else None
+    known_open_gops = frozenset(open_gops) if are_all_current else None
     return ChunkRows(_join_tables(tables), members.pop() if members else "", known_open_gops)
 
 
@@ -126,8 +126,8 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     if not has_chunk_table(column) or variant.damaged:
         return False
     parts = _parts(variant)
-    stale = [part for part in parts if not part.is_intact()]
-    for part in stale:
+    stale_parts = [part for part in parts if not part.is_intact()]
+    for part in stale_parts:
         try:
             part.write()
         except (Damaged, OSError, ValueError, KeyError, pa.ArrowException) as error:
@@ -137,19 +137,19 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
     for folder in folders_in(variant.directory) if parts else ():
         if (path := folder / CHUNKS_FILE) not in current and path.is_file():
             remove(path)  # its shards no longer exist
-    return bool(stale)
+    return bool(stale_parts)
 
 
 def missing_parts(variant: Variant) -> list[str]:
     """Return the paths of missing, stale and damaged parts of the merged table, relative to the variant's folder."""
-    stale = [part for part in _parts(variant) if not part.is_intact()]
-    return [part.path.relative_to(variant.directory).as_posix() for part in stale]
+    stale_parts = [part for part in _parts(variant) if not part.is_intact()]
+    return [part.path.relative_to(variant.directory).as_posix() for part in stale_parts]
 
 
 def shards_to_merge(variant: Variant) -> list[CommittedShard]:
     """Return the shards whose indexes `update_chunk_table` has to read, because the table lacks their rows."""
-    stale = [part for part in _parts(variant) if not part.is_intact()]
-    return [variant.shard(shard_id) for part in stale for shard_id in part.changed_shards(part.open_previous())]
+    stale_parts = [part for part in _parts(variant) if not part.is_intact()]
+    return [variant.shard(shard_id) for part in stale_parts for shard_id in part.changed_shards(part.open_previous())]
 
 
 def chunk_table_metadata(
@@ -211,10 +211,10 @@ class _Part:
         has_format = _metadata(table, _FORMAT_KEY) == str(FORMAT_VERSION).encode()
         return table if has_format and not field_differences(self._column, table.schema) else None
 
-    def changed_shards(self, old: pa.Table | None) -> list[int]:
-        """Return the IDs of the shards whose rows are missing from `old`, or were read from a different index."""
-        ids = [] if old is None else _numbers(old, _SHARDS_KEY)
-        digits = "" if old is None else _metadata(old, _INDEXES_KEY).decode()
+    def changed_shards(self, old_table: pa.Table | None) -> list[int]:
+        """Return the IDs of the shards whose rows are not in `old_table`, or come from a different index."""
+        ids = [] if old_table is None else _numbers(old_table, _SHARDS_KEY)
+        digits = "" if old_table is None else _metadata(old_table, _INDEXES_KEY).decode()
         starts = range(0, len(digits), _DIGEST_DIGITS)
         old_digests = {
             shard_id: digits[start : start + _DIGEST_DIGITS] for shard_id, start in zip(ids, starts, strict=False)
@@ -222,27 +222,27 @@ class _Part:
         current = ((shard_id, sha256[:_DIGEST_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
         return [shard_id for shard_id, digest in current if old_digests.get(shard_id) != digest]
 
-    def build(self, *, old: pa.Table | None, finds_open_gops: bool) -> pa.Table:
+    def build(self, *, old_table: pa.Table | None, finds_open_gops: bool) -> pa.Table:
         """Build the rows of the part, and the metadata of its schema.
 
         Args:
-            old: Earlier version of the part, from which the rows of unchanged shards are copied.
+            old_table: Earlier version of the part, from which the rows of unchanged shards are copied.
             finds_open_gops: True to find the shards whose first chunk has open GOPs.
 
         Raises:
             DamagedIndex: An index differs from its commit, or is not an index of this column.
         """
-        changed = self.changed_shards(old)
-        unchanged = self.index_sha256.keys() - set(changed)
+        changed_ids = self.changed_shards(old_table)
+        unchanged_ids = self.index_sha256.keys() - set(changed_ids)
         # Encode strings as a dictionary only after all rows have been collected, so that there is a single dictionary.
         schema = pa.schema({"video_id": _TEXT, **_merged_fields(self._column), **_MEMBER_FIELDS, **_POSITION_FIELDS})
         tables, open_gops, members = [schema.empty_table()], set[int](), set[str]()
-        if old is not None and unchanged:
-            mask = np.isin(old["shard"].to_numpy(), np.fromiter(unchanged, np.int64))
-            tables.append(old.select(schema.names).take(pa.array(np.flatnonzero(mask))).cast(schema))
-            members.add(_metadata(old, _MEMBER_KEY).decode())
-            open_gops |= unchanged.intersection(_numbers(old, _OPEN_GOPS_KEY))
-        for shard in map(self._variant.shard, changed):
+        if old_table is not None and unchanged_ids:
+            mask = np.isin(old_table["shard"].to_numpy(), np.fromiter(unchanged_ids, np.int64))
+            tables.append(old_table.select(schema.names).take(pa.array(np.flatnonzero(mask))).cast(schema))
+            members.add(_metadata(old_table, _MEMBER_KEY).decode())
+            open_gops |= unchanged_ids.intersection(_numbers(old_table, _OPEN_GOPS_KEY))
+        for shard in map(self._variant.shard, changed_ids):
             table, member = _read_rows(shard, self._column, schema)
             members.add(member)
             if len(members) > 1:
@@ -264,7 +264,7 @@ class _Part:
 
     def write(self) -> None:
         """Build the part, and publish its file."""
-        table = self.build(old=self.open_previous(), finds_open_gops=True)
+        table = self.build(old_table=self.open_previous(), finds_open_gops=True)
         make_folder(self.path.parent)
         write_merged_table(self.path, table, commits=self._commits, metadata=table.schema.metadata)
 
@@ -304,8 +304,8 @@ def _read_rows(shard: CommittedShard, column: str, schema: pa.Schema) -> tuple[p
         missing_text = f"member {extensions[0]}" if member is None else ", ".join(sorted(missing))
         raise DamagedIndex(shard.index_path, f"not an index of {column}: it has no {missing_text}")
     rows = np.arange(index.num_rows, dtype=np.int32)
-    renamed = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])
-    table = renamed.append_column("shard", pa.array(np.full(len(rows), shard.shard_id, np.int32)))
+    member_table = index.rename_columns([name.removeprefix(f"{member}_") for name in index.column_names])
+    table = member_table.append_column("shard", pa.array(np.full(len(rows), shard.shard_id, np.int32)))
     table = table.append_column("row", pa.array(rows)).select(schema.names)
     try:
         # `take` copies the rows; a view would keep the index mapped.

@@ -158,7 +158,7 @@ class CommitTable:
     """The memory-mapped commit table of a variant, whose bytes match the checksum in contents.json."""
 
     rows: pa.Table
-    sha256: str  # of the file, hex
+    sha256: str  # SHA-256 of the file (hex)
 
 
 def table_modified_ns(variant_dir: Path) -> int | None:
@@ -261,19 +261,19 @@ class CommitRecords:
         damaged: Errors for the damaged and missing records.
         folders: Modification time of each folder of commits in ns by name, taken before its records were read.
         table: Commit table of the variant; None if the table is missing or unusable.
-        from_table: Names of the folders whose records were read from the table.
+        table_folders: Names of the folders whose records were read from the table.
     """
 
     commits: dict[int, Commit]
     damaged: tuple[DamagedCommit, ...] = ()
     folders: Mapping[str, int] = field(default_factory=dict)
     table: CommitTable | None = None
-    from_table: frozenset[str] = frozenset()
+    table_folders: frozenset[str] = frozenset()
 
     @property
     def is_table_current(self) -> bool:
-        """True if all commits were read from the table, and the table has no others."""
-        if self.table is None or self.damaged or self.from_table != self.folders.keys():
+        """True if all commits were read from the table, and the table has no other commits."""
+        if self.table is None or self.damaged or self.table_folders != self.folders.keys():
             return False
         return len(self.commits) == self.table.rows.num_rows
 
@@ -324,12 +324,12 @@ def read_commits(variant_dir: Path) -> CommitRecords:
     contents = read_contents_or_empty(variant_dir)
     records = _read_records(variant_dir, table_sha256=contents.files.get(COMMIT_TABLE_FILE))
     read_ids = records.commits.keys() | {error.shard_id for error in records.damaged}
-    missing = contents.shard_ids - read_ids
-    if missing:
+    missing_ids = contents.shard_ids - read_ids
+    if missing_ids:
         # Read contents.json again: a run that is finishing removes unwanted shards from it before it deletes their
         # records.
-        missing &= read_contents_or_empty(variant_dir).shard_ids
-        missing_errors = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
+        missing_ids &= read_contents_or_empty(variant_dir).shard_ids
+        missing_errors = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing_ids)
         damaged = sorted((*records.damaged, *missing_errors), key=lambda error: error.shard_id)
         return replace(records, damaged=tuple(damaged))
     return records
@@ -342,18 +342,20 @@ def _read_records(variant_dir: Path, *, table_sha256: str | None) -> CommitRecor
     except FileNotFoundError:
         return CommitRecords({})
     table = open_commit_table(variant_dir, sha256=table_sha256)
-    from_table = frozenset(
+    table_folders = frozenset(
         name for name in folders if table is not None and folders[name] == table_date_ns(table.sha256)
     )
     records: dict[int, Commit | DamagedCommit] = {}
-    if table is not None and from_table:
+    if table is not None and table_folders:
         table_commits = commits_from_rows(table.rows)
-        records |= {shard_id: commit for shard_id, commit in table_commits.items() if folder_of(shard_id) in from_table}
-    for name in folders.keys() - from_table:
+        records |= {
+            shard_id: commit for shard_id, commit in table_commits.items() if folder_of(shard_id) in table_folders
+        }
+    for name in folders.keys() - table_folders:
         records |= _read_folder(variant_dir / COMMITS_FOLDER, name)
     commits = {shard_id: record for shard_id, record in sorted(records.items()) if isinstance(record, Commit)}
     damaged = tuple(record for _, record in sorted(records.items()) if isinstance(record, DamagedCommit))
-    return CommitRecords(commits, damaged, folders, table, from_table)
+    return CommitRecords(commits, damaged, folders, table, table_folders)
 
 
 def _read_folder(root: Path, folder_name: str) -> dict[int, Commit | DamagedCommit]:

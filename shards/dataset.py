@@ -72,10 +72,12 @@ def data_folder_error(path: Path) -> UserError:
         message = f"{path} is a file, not a data folder"
     tars = sorted(tar.name for tar in path.glob("*.tar")) if path.is_dir() else []
     folder = path if path.is_dir() else path.parent
-    if outer := next((parent for parent in path.parents if is_data_folder(parent)), None):
-        return UserError(message, hint=f"use {outer}, the data folder that contains it")
-    if inner := next((child for child in sorted(folder.iterdir()) if child.is_dir() and is_data_folder(child)), None):
-        return UserError(message, hint=f"use a data folder, such as {inner}")
+    if parent_folder := next((parent for parent in path.parents if is_data_folder(parent)), None):
+        return UserError(message, hint=f"use {parent_folder}, the data folder that contains it")
+    if child_folder := next(
+        (child for child in sorted(folder.iterdir()) if child.is_dir() and is_data_folder(child)), None
+    ):
+        return UserError(message, hint=f"use a data folder, such as {child_folder}")
     if tars:
         pronoun = "them" if len(tars) > 1 else "it"
         hint = f"to train on its {count_noun(len(tars), 'tar')}, pass {pronoun} as '{_tar_pattern(path, tars)}'"
@@ -209,8 +211,8 @@ def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
         except DamagedDataset:
             # Rebuild dataset.json from the folders, which is possible if no other column has several variants.
             dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
-            extensions = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
-            for other in dict.fromkeys([*COLUMNS, *sorted(extensions)]):
+            plugin_columns = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
+            for other in dict.fromkeys([*COLUMNS, *sorted(plugin_columns)]):
                 variants = list_variants(data_dir, other) if other != column else []
                 if len(variants) > 1:
                     raise

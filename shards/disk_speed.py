@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 22, 12  # sequential reads and writes
-_PIECE_BYTES, _NUM_PIECES = 1 << 16, 64  # random reads
+_RANDOM_BYTES, _NUM_RANDOM = 1 << 16, 64  # random reads
 _FILE_LIMIT_S, _READS_LIMIT_S, _MAX_BYTES = 2.0, 3.0, 4 << 30
 
 Read = Callable[[], int]  # function that reads bytes and returns their number
@@ -48,7 +48,7 @@ def measure_reads(
     Args:
         num_threads: Number of threads that call the reads.
         seconds: Time after which no further read begins, in seconds.
-        repeats: True to begin again with the first read after the last one.
+        repeats: True to start over with the first read after the last read.
 
     Raises:
         OSError, Damaged: A read failed.
@@ -123,19 +123,19 @@ def measure_file(file: int) -> DiskSpeed | None:
         OSError: The file cannot be read.
     """
     size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK_BYTES)
-    if size < 2 * _PIECE_BYTES:
+    if size < 2 * _RANDOM_BYTES:
         return None
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     cached = _is_cached(file, size)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
-    numbers = random.Random(0).sample(range(size // _PIECE_BYTES), min(_NUM_PIECES, size // _PIECE_BYTES))
-    piece_reads = [partial(_read, file, _PIECE_BYTES, number * _PIECE_BYTES) for number in numbers]
-    pieces = measure_reads(piece_reads, seconds=_FILE_LIMIT_S)
+    numbers = random.Random(0).sample(range(size // _RANDOM_BYTES), min(_NUM_RANDOM, size // _RANDOM_BYTES))
+    random_reads = [partial(_read, file, _RANDOM_BYTES, number * _RANDOM_BYTES) for number in numbers]
+    random_speed = measure_reads(random_reads, seconds=_FILE_LIMIT_S)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     block_reads = [partial(_read, file, _BLOCK_BYTES, begin) for begin in range(0, size, _BLOCK_BYTES)]
-    blocks = measure_reads(block_reads, seconds=_FILE_LIMIT_S)
-    return DiskSpeed(read_bytes_per_s=blocks.bytes_per_s, piece_ms=1000 * pieces.read_s, cached=cached)
+    block_speed = measure_reads(block_reads, seconds=_FILE_LIMIT_S)
+    return DiskSpeed(read_bytes_per_s=block_speed.bytes_per_s, piece_ms=1000 * random_speed.read_s, cached=cached)
 
 
 def measure_folder(folder: Path) -> DiskSpeed:

@@ -112,10 +112,10 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         finally:
             os.close(descriptor)
         table = pa.ipc.open_file(content).read_all()
-        missing = set(columns or ()).difference(table.column_names)
-        omitted = {name for name in missing if name.rpartition("_")[2] in ("offset", "size", "crc32")}
-        selected = table if columns is None else table.select([name for name in columns if name not in omitted])
-        selected.validate(full=True)
+        missing_names = set(columns or ()).difference(table.column_names)
+        omitted_names = {name for name in missing_names if name.rpartition("_")[2] in ("offset", "size", "crc32")}
+        selection = table if columns is None else table.select([name for name in columns if name not in omitted_names])
+        selection.validate(full=True)
     except (FileNotFoundError, TimeoutError):
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -131,7 +131,7 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         raise DamagedIndex(path, f"its columns {table.schema.names} do not match its extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "it does not have exactly one batch with at least one row")
-    return selected, content
+    return selection, content
 
 
 def index_seconds(path: Path) -> float:

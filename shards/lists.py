@@ -84,14 +84,14 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
     Returns:
         The remaining commits, by shard ID.
     """
-    recorded = _recorded_contents(variant_dir)
+    old_contents = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
     damaged_ids = {damaged.shard_id for damaged in records.damaged}
     dropped = {*dropped, *damaged_ids.difference(planned)}
     commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
     shard_ids = frozenset(commits.keys() | damaged_ids.intersection(planned))
-    if recorded is not None and recorded.shard_ids - shard_ids:
-        write_contents(variant_dir, Contents(recorded.shard_ids & shard_ids, recorded.files))
+    if old_contents is not None and old_contents.shard_ids - shard_ids:
+        write_contents(variant_dir, Contents(old_contents.shard_ids & shard_ids, old_contents.files))
     folders = dict(records.folders)
     for shard_id in dropped:
         path = commit_path(variant_dir, shard_id)
@@ -123,11 +123,11 @@ def _write_table(variant_dir: Path, records: CommitRecords, commits: dict[int, C
     """
     if records.table is not None and records.is_table_current and len(commits) == len(records.commits):
         return records.table.sha256
-    recorded = _recorded_contents(variant_dir)
-    if recorded is not None and COMMIT_TABLE_FILE in recorded.files:
+    old_contents = _recorded_contents(variant_dir)
+    if old_contents is not None and COMMIT_TABLE_FILE in old_contents.files:
         # Remove the recorded checksum first, because the new table will not match it.
-        other_files = {name: sha256 for name, sha256 in recorded.files.items() if name != COMMIT_TABLE_FILE}
-        write_contents(variant_dir, Contents(recorded.shard_ids, other_files))
+        other_files = {name: sha256 for name, sha256 in old_contents.files.items() if name != COMMIT_TABLE_FILE}
+        write_contents(variant_dir, Contents(old_contents.shard_ids, other_files))
     seconds = records.shard_seconds()
     for shard_id, commit in commits.items():
         if commit.files is not None and shard_id not in seconds:
@@ -143,12 +143,12 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
 
     A shard list is damaged if it matches neither contents.json nor `commits`.
     """
-    recorded = _recorded_contents(variant_dir)
-    if recorded is None:
+    old_contents = _recorded_contents(variant_dir)
+    if old_contents is None:
         return []
     current = shard_lists(commits)
     damaged = []
-    for name in sorted((recorded.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
+    for name in sorted((old_contents.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
         try:
             content = read_record(variant_dir / name)
         except IsADirectoryError as error:
@@ -157,12 +157,12 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
         except FileNotFoundError:
             # The list may be missing because its split lost its last shard, or because an interrupted run did not write
             # the list of a new split.
-            if name in current and name in recorded.files:
+            if name in current and name in old_contents.files:
                 damaged.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue
-        if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
+        if old_contents.files.get(name) != file_sha256(content) and current.get(name) != content:
             damaged.append(DamagedContents(variant_dir / name, "the shard list differs from the list that was written"))
-    table_sha256 = recorded.files.get(COMMIT_TABLE_FILE)
+    table_sha256 = old_contents.files.get(COMMIT_TABLE_FILE)
     if table_sha256 is not None and open_commit_table(variant_dir, sha256=table_sha256) is None:
         message = "the table of commits is missing, or differs from the table that was written"
         damaged.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))

@@ -106,7 +106,7 @@ class LocalMarks:
 
         Args:
             is_shared: True for readers, False for `prep gc`.
-            on_wait: Function that is called if the lock is held by another process.
+            on_wait: Function that is called if another process has the lock.
         """
         with suppress(FileExistsError):
             self._folder.mkdir()
@@ -294,16 +294,21 @@ def remove_unused_marks(*, renews: bool = False) -> None:
         renews: True to renew the other marks.
     """
     with _lock:
-        needed = {mark for block in _block_marks for mark in block}
-        unused = [directory for directory, mark in _marks.items() if not (mark.users or mark in needed)]
-        removed, renewed = [_marks.pop(directory) for directory in unused], [*_marks.values()] if renews else []
+        needed_marks = {mark for block in _block_marks for mark in block}
+        unused_directories = [
+            directory for directory, mark in _marks.items() if not (mark.users or mark in needed_marks)
+        ]
+        marks_to_remove, marks_to_renew = (
+            [_marks.pop(directory) for directory in unused_directories],
+            [*_marks.values()] if renews else [],
+        )
     # Release the lock first: a bucket may not respond for minutes, but training must continue.
-    for mark in renewed:
+    for mark in marks_to_renew:
         with suppress(OSError, UserError):  # the next renewal tries again
             mark.marks.renew(mark.name, mark.content)
         with _lock:
-            removed += [mark] if mark not in _marks.values() else []  # the mark became unused in the meantime
-    for mark in removed:
+            marks_to_remove += [mark] if mark not in _marks.values() else []  # the mark became unused in the meantime
+    for mark in marks_to_remove:
         mark.remove()
 
 

@@ -24,10 +24,10 @@ def npy_bytes(array: np.ndarray) -> bytes:
     if array.dtype.hasobject:
         raise ValueError(f"an array with dtype {array.dtype} contains Python objects, which would have to be pickled")
     array = np.asarray(array, order="C")
-    text = repr(npy_format.header_data_from_array_1_0(array)).encode("latin1")
-    header_bytes = _PREFIX_BYTES + len(text) + 1
-    text += b" " * (-header_bytes % BLOCK_BYTES) + b"\n"
-    return _MAGIC + struct.pack("<H", len(text)) + text + array.tobytes()
+    header = repr(npy_format.header_data_from_array_1_0(array)).encode("latin1")
+    header_bytes = _PREFIX_BYTES + len(header) + 1
+    header += b" " * (-header_bytes % BLOCK_BYTES) + b"\n"
+    return _MAGIC + struct.pack("<H", len(header)) + header + array.tobytes()
 
 
 def data_offset(payload: bytes) -> int:

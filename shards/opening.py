@@ -35,7 +35,7 @@ NO_PROTOCOLS = ""  # for a video in memory
 
 OPEN_LIMIT_S = 60.0  # timeout in seconds; it is shorter than a data loader's timeout for a sample
 _MAX_BLOCKED = 4  # maximum number of blocked threads per folder
-_PIECE_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 class Damaged(ClipmillError):
@@ -186,24 +186,26 @@ def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
     position = 0
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for offset, size in ranges:
-            position += _read_piecewise(file, offset - position, digest=digest)[0]
-            num_read, crc32 = _read_piecewise(file, size, digest=digest, with_crc32=True)
+            position += _read_blocks(file, offset - position, digest=digest)[0]
+            num_read, crc32 = _read_blocks(file, size, digest=digest, computes_crc32=True)
             crc32s.append(crc32 if position == offset and num_read == size else None)
             position += num_read
-        while num_read := _read_piecewise(file, _PIECE_BYTES, digest=digest)[0]:
+        while num_read := _read_blocks(file, _BLOCK_BYTES, digest=digest)[0]:
             position += num_read
     return Scan(size_bytes=position, sha256=digest.hexdigest(), crc32s=tuple(crc32s))
 
 
-def _read_piecewise(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
+def _read_blocks(
+    file: BinaryIO, size: int, *, digest: "hashlib._Hash", computes_crc32: bool = False
+) -> tuple[int, int]:
     """Add `size` bytes to `digest`, or fewer at the end of the file; return their number and CRC-32."""
     remaining, crc32 = size, 0
     while remaining > 0:
-        piece = file.read(min(remaining, _PIECE_BYTES))
-        if not piece:
+        block = file.read(min(remaining, _BLOCK_BYTES))
+        if not block:
             break
-        digest.update(piece)
-        if with_crc32:
-            crc32 = zlib.crc32(piece, crc32)
-        remaining -= len(piece)
+        digest.update(block)
+        if computes_crc32:
+            crc32 = zlib.crc32(block, crc32)
+        remaining -= len(block)
     return size - remaining, crc32

@@ -1,4 +1,4 @@
-"""Packet tables of a shard, which tell which bytes of a chunk a decoder needs for given frames."""
+"""Packet tables of a shard, from which readers determine the bytes of a chunk that given frames need."""
 
 from array import array
 from bisect import bisect_right
@@ -73,7 +73,7 @@ class PacketTable:
                 raise ValueError(f"frame {frame} occurs {frame_of.count(frame)} times in the packet table")
         positions = sorted([position_of[frame] for frame in distinct_frames])
         keys, flags = self.keys.tolist(), self.flags.tobytes()
-        needed: list[int] = []
+        packets: list[int] = []
         start = 0
         for position in positions:
             gop = bisect_right(keys, position) - 1
@@ -81,10 +81,10 @@ class PacketTable:
                 raise ValueError(f"no keyframe packet precedes the packet of frame {self.frame[position]}")
             start = max(start, keys[gop])
             # The reference packets of the GOP up to the previous position have already been added.
-            needed += [packet for packet in range(start, position) if flags[packet] & PACKET_REFERENCE]
-            needed.append(position)
+            packets += [packet for packet in range(start, position) if flags[packet] & PACKET_REFERENCE]
+            packets.append(position)
             start = position + 1
-        return needed
+        return packets
 
     def packet_runs_for(self, frames: Iterable[int]) -> list[list[int]]:
         """Return the packets that `frames` need in a chunk whose GOPs may be open, divided into runs.
@@ -175,8 +175,10 @@ class PacketTables:
                 raise ValueError(f"the lists in {name} and packet_offset differ in length")
         extension = extensions_of(index)[0]
         columns = [row_offsets, *values, *(index[f"{extension}_{name}"].to_numpy() for name in _PAYLOAD_COLUMNS)]
-        if wrong := [column.dtype.str for column, dtype in zip(columns, _DTYPES, strict=True) if column.dtype != dtype]:
-            raise ValueError(f"columns of the packet tables have the wrong types: {', '.join(wrong)}")
+        if wrong_types := [
+            column.dtype.str for column, dtype in zip(columns, _DTYPES, strict=True) if column.dtype != dtype
+        ]:
+            raise ValueError(f"columns of the packet tables have the wrong types: {', '.join(wrong_types)}")
         column_offsets = [column.ctypes.data - content.address if len(column) else 0 for column in columns]
         self._column_offsets = array("q", column_offsets)  # in bytes, relative to the start of the content
         has_sources = _SOURCE_COLUMNS[0] in index.column_names

@@ -206,7 +206,7 @@ class Variant:
         except DamagedContents as error:
             self.contents_damage = error
         self._tars = tars or LocalTars()
-        self._opened: dict[int, CommittedShard] = {}
+        self._open_shards: dict[int, CommittedShard] = {}
         self._verified: dict[int, int] = {}
         self._lock = threading.Lock()
         self._lookup: tuple[list[CommittedShard], KeyLookup] | None = None
@@ -251,8 +251,8 @@ class Variant:
             raise UserError(f"{self.directory} has no committed shards", hint=hint)
         if self.damaged:
             num_more = len(self.damaged) - 1
-            more = f"; and {count_noun(num_more, 'more damaged commit record')}" if num_more else ""
-            raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint())
+            others = f"; and {count_noun(num_more, 'more damaged commit record')}" if num_more else ""
+            raise UserError(f"{self.damaged[0]}{others}", hint=self._repair_hint())
         if self.contents_damage is not None:
             raise UserError(str(self.contents_damage), hint=self._repair_hint())
         return self
@@ -277,8 +277,8 @@ class Variant:
             recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
-        recorded = self._file_sha256.get(RECIPE_FILE)
-        if recorded is not None and recorded != file_sha256(content):
+        expected = self._file_sha256.get(RECIPE_FILE)
+        if expected is not None and expected != file_sha256(content):
             raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
             raise UserError(f"{path} is not a valid recipe", hint=_RECIPE_HINT)
@@ -299,16 +299,16 @@ class Variant:
         Raises:
             KeyError: No committed shard has this ID.
         """
-        shard = self._opened.get(shard_id)
+        shard = self._open_shards.get(shard_id)
         if shard is None:
             shard = self._open_shard(self.commits[shard_id])
-        while len(self._opened) > MAX_KEPT_SHARDS:
+        while len(self._open_shards) > MAX_KEPT_SHARDS:
             with suppress(StopIteration, RuntimeError):  # another thread changed the dict at the same time
-                self._opened.pop(next(iter(self._opened)), None)
+                self._open_shards.pop(next(iter(self._open_shards)), None)
         return shard
 
     def _open_shard(self, commit: Commit) -> CommittedShard:
-        shard = self._opened.get(commit.shard_id)
+        shard = self._open_shards.get(commit.shard_id)
         if shard is None:
             if commit.files is None:
                 raise KeyError(commit.shard_id)
@@ -316,7 +316,7 @@ class Variant:
                 self.directory, commit=commit, files=commit.files, tars=self._tars, verified=self._verified
             )
         # Threads that open a shard at the same time get the same object.
-        return self._opened.setdefault(commit.shard_id, shard)
+        return self._open_shards.setdefault(commit.shard_id, shard)
 
     @cached_property
     def tar_files(self) -> TarFiles:
@@ -378,9 +378,9 @@ class KeyLookup:
         Raises:
             KeyError: No index contains `key`.
         """
-        low = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
-        if low == len(self._keys) or self._keys[low].as_py() != key:
+        rank = bisect_left(self._keys, key, key=lambda scalar: str(scalar.as_py()))
+        if rank == len(self._keys) or self._keys[rank].as_py() != key:
             raise KeyError(key)
-        position = int(self._positions[low])
+        position = int(self._positions[rank])
         number = bisect_right(self._first_rows, position) - 1
         return number, position - self._first_rows[number]

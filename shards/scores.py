@@ -103,17 +103,19 @@ def publish_score_table(variant: Variant) -> Path:
     nulls = {field.name: pa.nulls(len(failed_keys), field.type) for field in _ROWS if field.name not in chunks}
     rows = pa.concat_tables([*tables, pa.table({**chunks, **nulls}, schema=_ROWS)])
     # Sort the rows by video and start, in one Arrow chunk. Videos that are not in the manifest come last.
-    coded = rows["video_id"].dictionary_encode().combine_chunks()
-    ids = coded.dictionary
+    video_column = rows["video_id"].dictionary_encode().combine_chunks()
+    ids = video_column.dictionary
     number = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
-    by_number = pc.sort_indices(pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")])
+    video_order = pc.sort_indices(
+        pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")]
+    )
     rank = np.empty(len(ids), np.int32)
-    rank[by_number.to_numpy()] = np.arange(len(ids), dtype=np.int32)
-    codes = rank[coded.indices.to_numpy()]
+    rank[video_order.to_numpy()] = np.arange(len(ids), dtype=np.int32)
+    codes = rank[video_column.indices.to_numpy()]
     order = pa.array(np.lexsort((rows["start_ms"].to_numpy(), codes)))
-    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), ids.take(by_number))
-    ordered = rows.drop_columns("video_id").take(order).combine_chunks()
-    return write_score_table(variant, ordered.add_column(0, "video_id", video_id))
+    video_id = pa.DictionaryArray.from_arrays(pa.array(codes).take(order), ids.take(video_order))
+    sorted_rows = rows.drop_columns("video_id").take(order).combine_chunks()
+    return write_score_table(variant, sorted_rows.add_column(0, "video_id", video_id))
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
@@ -128,8 +130,8 @@ def write_score_table(variant: Variant, rows: pa.Table) -> Path:
     phash = rows["phash"]
     comparable = np.flatnonzero(pc.is_valid(phash))
     hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
-    with_content = is_comparable(hashes)
-    comparable, hashes = comparable[with_content], hashes[with_content]
+    has_content = is_comparable(hashes)
+    comparable, hashes = comparable[has_content], hashes[has_content]
     duplicate_of, has_look_alike = np.full(len(rows), -1), np.zeros(len(rows), bool)
     video = rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)
     first, has_look_alike[comparable] = first_look_alikes(hashes, video=video[comparable])
@@ -226,7 +228,7 @@ def find_close_pairs(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.in
     for band, other_band in combinations(_BANDS, 2):
         key = _extract_bits(hashes, *band) << np.uint32(other_band[1]) | _extract_bits(hashes, *other_band)
         order = np.argsort(key, kind="stable")
-        key, in_order = key[order], hashes[order]
+        key, sorted_hashes = key[order], hashes[order]
         # Count the later hashes that have the same key as each hash.
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
@@ -234,7 +236,7 @@ def find_close_pairs(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.in
         first = np.flatnonzero(num_later)
         for step in range(1, int(num_later.max(initial=0)) + 1):
             first = first[num_later[first] >= step]
-            close = first[np.bitwise_count(in_order[first] ^ in_order[first + step]) <= MAX_DISTANCE]
+            close = first[np.bitwise_count(sorted_hashes[first] ^ sorted_hashes[first + step]) <= MAX_DISTANCE]
             if len(close):
                 yield order[close], order[close + step]
 

@@ -227,8 +227,8 @@ def _read_rows(variant: Variant, names: Collection[str]) -> pa.Table:
         hint = how_to_repair("the table or the shard")
         raise UserError(str(error), hint=hint) from error
     entries, codes = rows.dictionary_codes("video_id")
-    coded = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
-    return rows.table.set_column(0, "video_id", coded)
+    video_column = pa.DictionaryArray.from_arrays(pa.array(codes), entries)
+    return rows.table.set_column(0, "video_id", video_column)
 
 
 def find_chunks(
@@ -244,9 +244,11 @@ def find_chunks(
     """
     if not len(table):
         return np.full(len(video_row), -1)
-    coded = table["video_id"].chunk(0)
-    row_of_code = pc.fill_null(pc.index_in(coded.dictionary, value_set=video_ids), -1).to_numpy().astype(np.int64)
-    table_row, table_ms = row_of_code[coded.indices.to_numpy()], table["start_ms"].to_numpy()
+    video_column = table["video_id"].chunk(0)
+    row_of_code = (
+        pc.fill_null(pc.index_in(video_column.dictionary, value_set=video_ids), -1).to_numpy().astype(np.int64)
+    )
+    table_row, table_ms = row_of_code[video_column.indices.to_numpy()], table["start_ms"].to_numpy()
     moments = Moments.build(table_row, table_ms)
     keys = moments.numbers(table_row, table_ms)
     is_sorted = bool((keys[1:] > keys[:-1]).all())
@@ -310,7 +312,7 @@ def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa
 
 
 _TYPES = {"text": pa.string(), "number": pa.float64(), "condition": pa.bool_()}
-_EXPECTED = {"number": "a number", "condition": "true or false"}
+_KIND_NAMES = {"number": "a number", "condition": "true or false"}
 
 
 def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
@@ -329,7 +331,7 @@ def label_values(captions: pa.Table, kinds: Mapping[str, Kind]) -> pa.Table:
         except pa.ArrowInvalid:
             example = next(text for text in pc.unique(texts).drop_null().to_pylist() if not _is_of_kind(text, kind))
             raise UserError(
-                f"--where expects {name} to be {_EXPECTED[kind]}, but it has the value {quote_value(example)}",
+                f"--where expects {name} to be {_KIND_NAMES[kind]}, but it has the value {quote_value(example)}",
                 hint=f"compare it with strings, such as {name} = {quote_value(example)}",
                 flags=("--where",),
             ) from None

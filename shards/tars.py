@@ -81,15 +81,15 @@ class LocalTars:
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         tar = self._open(path)
-        pieces = []
+        blocks = []
         while size > 0:
-            piece = os.pread(tar.descriptor, size, offset)
-            if not piece:
+            block = os.pread(tar.descriptor, size, offset)
+            if not block:
                 raise DamagedTar(path, f"truncated: it ends at or before byte {offset}, which the index refers to")
-            pieces.append(piece)
-            offset += len(piece)
-            size -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            blocks.append(block)
+            offset += len(block)
+            size -= len(block)
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         return [self.read(path, offset, size) for offset, size in ranges]

@@ -65,9 +65,9 @@ class _File:
     name: str
     size_bytes: int
     sha256: str
-    missing: Code
-    other_size: Code
-    other_content: Code
+    missing_code: Code
+    size_code: Code
+    content_code: Code
 
 
 def commit_problem(error: DamagedCommit) -> Problem:
@@ -112,7 +112,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
                 newest_ns = max(newest_ns, changed_ns)
                 if scan(variant_dir / file.name).sha256 != file.sha256:
                     message = f"{file.name} was modified after its commit"
-                    problem = Problem(commit.shard_id, None, file.other_content, message)
+                    problem = Problem(commit.shard_id, None, file.content_code, message)
             if problem is not None:
                 problems.append(problem)
         energon_index = variant_dir / commit.files.energon_index
@@ -146,10 +146,10 @@ def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Prob
     try:
         size_bytes, changed_ns = file_state(variant_dir / file.name)
     except FileNotFoundError:
-        return Problem(shard_id, None, file.missing, f"{file.name} is missing"), 0
+        return Problem(shard_id, None, file.missing_code, f"{file.name} is missing"), 0
     if size_bytes != file.size_bytes:
         message = f"{file.name} has {size_bytes} bytes, expected {file.size_bytes}"
-        return Problem(shard_id, None, file.other_size, message), changed_ns
+        return Problem(shard_id, None, file.size_code, message), changed_ns
     return None, changed_ns
 
 
@@ -200,13 +200,13 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
     else:
         offsets, sizes, crc32s = (member_columns(table, kind) for kind in ("offset", "size", "crc32"))
         tar_scan = scan(path, ranges=zip(offsets.ravel().tolist(), sizes.ravel().tolist(), strict=True))
-        is_wrong = np.array(
+        is_damaged = np.array(
             [crc32 != expected for crc32, expected in zip(tar_scan.crc32s, crc32s.ravel().tolist(), strict=True)]
         ).reshape(crc32s.shape)
-        for row in np.flatnonzero(is_wrong.any(axis=1)).tolist():
+        for row in np.flatnonzero(is_damaged.any(axis=1)).tolist():
             key = table.column("key")[row].as_py()
             names = ", ".join(
-                extension for extension, wrong in zip(extensions_of(table), is_wrong[row], strict=True) if wrong
+                extension for extension, damaged in zip(extensions_of(table), is_damaged[row], strict=True) if damaged
             )
             problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or truncated: {names}"))
         problems += _check_entries(path, shard_id=shard_id, table=table)
@@ -383,13 +383,13 @@ def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]
 
     Such tars belong to earlier or lost commits. `prep gc` removes them.
     """
-    committed = {commit.files.tar for commit in commits if commit.files is not None}
+    committed_names = {commit.files.tar for commit in commits if commit.files is not None}
     uncommitted = []
     for folder in (variant_dir, *folders_in(variant_dir)):
         names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
         tars = [folder / name.replace(_INDEX_ENDING, ".tar") for name in names if name.endswith(_INDEX_ENDING)]
         tars = [tar for tar in tars if tar.name in names]
-        uncommitted += [tar for tar in tars if tar.relative_to(variant_dir).as_posix() not in committed]
+        uncommitted += [tar for tar in tars if tar.relative_to(variant_dir).as_posix() not in committed_names]
     return sorted(uncommitted)
 
 

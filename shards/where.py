@@ -56,7 +56,7 @@ _TYPES: dict[Kind, str] = {"number": "double", "text": "varchar", "condition": "
 _PREFIX, _SUFFIX = "select (\n", "\n)"  # on separate lines, so that a comment in the expression does not hide them
 _MAX_SHOWN_CHARS = 200
 _MAX_DIGITS = 38  # precision of DuckDB's decimals
-_WITH_EXPONENT = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literal that DuckDB would read as float64
+_EXPONENT_LITERAL = re.compile(r"[0-9._]+[eE][+-]?[0-9]{1,2}")  # literal that DuckDB would read as float64
 _Node = dict[str, Any]  # node of a parse tree from DuckDB's `json_serialize_sql`
 
 
@@ -197,10 +197,12 @@ class _Parser:
             labels = self._known_labels()
             suggestions = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
             suggestions |= {label: label for label in (*suggestions.values(), *self._fields)}
-            nearest = difflib.get_close_matches(name.lower(), suggestions, n=1)
-            hint = f"did you mean {suggestions[nearest[0]]}? " if nearest else "write strings in 'single quotes'; "
+            close_names = difflib.get_close_matches(name.lower(), suggestions, n=1)
+            hint = (
+                f"did you mean {suggestions[close_names[0]]}? " if close_names else "write strings in 'single quotes'; "
+            )
             hint = "select unknown values with `NAME is null`; " if name == "None" else hint
-            if "_" in name and not nearest:  # the name of a plug-in's field begins with the name of its column
+            if "_" in name and not close_names:  # the name of a plug-in's field begins with the name of its column
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(
                 f"there is no name {name}", location, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
@@ -215,9 +217,9 @@ class _Parser:
                 sql = self._to_sql(node)
                 hint = f"compare it, for example {sql} > 0" if kind == "number" else None
                 self._fail(f"{sql} is {_KIND_NAMES[kind]}, not a condition", node["query_location"], hint=hint)
-        for first, *others in comparisons:
+        for first, *other_nodes in comparisons:
             first_kind = kinds[id(first)]
-            for other in others:
+            for other in other_nodes:
                 if first_kind != (kind := kinds[id(other)]):
                     first_text = f"{self._to_sql(first)} is {_KIND_NAMES[first_kind]}"
                     self._fail(
@@ -232,9 +234,11 @@ class _Parser:
         conditions, comparisons = _conditions_and_comparisons(root)
         kinds: dict[str, Kind] = dict.fromkeys(filter(None, map(self._label_name, conditions)), "condition")
         for operands in comparisons:
-            others = [node for node in operands if not self._label_name(node)]
+            other_nodes = [node for node in operands if not self._label_name(node)]
             other_kinds = (
-                set(self._kinds(others).values()).difference(("unknown",)) if len(others) < len(operands) else ()
+                set(self._kinds(other_nodes).values()).difference(("unknown",))
+                if len(other_nodes) < len(operands)
+                else ()
             )
             for name in filter(None, map(self._label_name, operands)) if len(other_kinds) == 1 else ():
                 kinds.setdefault(name, *other_kinds)
@@ -264,7 +268,7 @@ class _Parser:
         """Change a node so that arithmetic uses float64, and comparisons with literals the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
-            if _WITH_EXPONENT.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
+            if _EXPONENT_LITERAL.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
                 node["literal"]["text"] = digits
         if node["class"] == "FUNCTION" and node["function_name"] in _ARITHMETIC:
             for argument in node["arguments"]:
@@ -336,7 +340,7 @@ class Field:
         kind: Kind of the values.
         level: Kind of object that the values describe.
         column: Table column from which the values are read.
-        sql: Expression that computes the values from the table column; empty if they are its values.
+        sql: Expression that computes the values from the table column; empty if the column has the values themselves.
         stored_in: Column of the data folder that stores the values; empty for values from the manifest or `video`.
     """
 

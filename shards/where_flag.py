@@ -1,4 +1,4 @@
-"""Check of `--where` while flags are parsed, which loads `where.py` and DuckDB only if the flag is used."""
+"""Check `--where` while flags are parsed. `where.py` and DuckDB are loaded only if the flag is used."""
 
 
 def check_where(where: str | None) -> None:

@@ -38,7 +38,7 @@ def test_shards_that_are_given_up_are_opened_again_without_reading_all_of_their_
     first = visit()
     assert first[3] == ([48, 500], (first[0][1][0], 190_000), 13)
     assert visit() == first
-    assert len(variant._opened) == 2
+    assert len(variant._open_shards) == 2
     assert len(hashed) == len(set(hashed)) == NUM_SHARDS, "each index must be verified once"
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert len([line for line in maps if line.endswith(".index.arrow")]) <= 3

@@ -12,7 +12,7 @@ import pytest
 
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.prep.advice import (
-    WHOLE,
+    WHOLE_CHUNKS,
     Bucket,
     Load,
     advice_text,
@@ -52,8 +52,8 @@ def line_of(load: Load, way: str) -> str:
 
 def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
     assert LOAD.longest_chunk_s == pytest.approx(400e6 * 1.5 / (256 * 0.12e6))
-    assert replace(LOAD, chunk_s=LOAD.longest_chunk_s).headroom(WHOLE) == pytest.approx(1)
-    assert LOAD.headroom(WHOLE) == pytest.approx(LOAD.longest_chunk_s / 15)
+    assert replace(LOAD, chunk_s=LOAD.longest_chunk_s).headroom(WHOLE_CHUNKS) == pytest.approx(1)
+    assert LOAD.headroom(WHOLE_CHUNKS) == pytest.approx(LOAD.longest_chunk_s / 15)
     assert replace(LOAD, batch=512).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s / 2)
     assert replace(LOAD, step_s=3.0).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s * 2)
     assert LOAD.headroom("packets") == pytest.approx(400e6 * 1.5 / (256 * 100_000))
@@ -62,9 +62,9 @@ def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
 
 def test_the_advice_in_words_follows_the_figures() -> None:
     slow = replace(LOAD, read_bytes_per_s=4e6)
-    assert "256 x 1.8 MB = 461 MB" in line_of(LOAD, WHOLE) and "fine, 1.3 times" in line_of(LOAD, WHOLE)
-    assert "chunks may be up to 19.5 s long (AVION, arXiv:2309.16669, equation 3)" in line_of(LOAD, WHOLE)
-    assert "too much, reading takes 76.8 times as long as the step" in line_of(slow, WHOLE)
+    assert "256 x 1.8 MB = 461 MB" in line_of(LOAD, WHOLE_CHUNKS) and "fine, 1.3 times" in line_of(LOAD, WHOLE_CHUNKS)
+    assert "chunks may be up to 19.5 s long (AVION, arXiv:2309.16669, equation 3)" in line_of(LOAD, WHOLE_CHUNKS)
+    assert "too much, reading takes 76.8 times as long as the step" in line_of(slow, WHOLE_CHUNKS)
     assert "fine, 23.4 times" in line_of(LOAD, "packets") and "takes 4.3 times" in line_of(slow, "packets")
     assert "256 x 164 kB" in line_of(LOAD, "latents") and "fine, 14.3 times" in line_of(LOAD, "latents")
     values = advice_values(replace(LOAD, read_bytes_per_s=100e6))
