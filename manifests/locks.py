@@ -242,7 +242,7 @@ def open_private(folder: Path) -> int:
         raise _not_private_error(folder)
 
 
-def is_still_at(folder: Path, descriptor: int) -> bool:
+def is_same_folder(folder: Path, descriptor: int) -> bool:
     """Return True if a path still refers to an open folder, which may have been removed or replaced since."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))

@@ -39,7 +39,7 @@ from clipmill.manifests.adapters.video_files import (
     VideoFile,
     VideoLookup,
     compose_unicode,
-    listed_videos,
+    find_listed_videos,
     resolve_url,
 )
 from clipmill.manifests.errors import UserError
@@ -87,7 +87,7 @@ def read_folder(
         # The table is read again later for its captions. The notes are added at that time.
         rows = read_caption_rows(captions, required=required, note=lambda _: None)
         names = dict.fromkeys(row.video.strip() for row in rows if row.video and row.video.strip())
-        scan = builder.use_scan(listed_videos(names, base=base))
+        scan = builder.use_scan(find_listed_videos(names, base=base))
     elif directory is None:
         raise UserError("VIDEOS is required", hint="pass a folder, or --captions with a table that has URLs of videos")
     else:

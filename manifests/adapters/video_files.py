@@ -447,7 +447,7 @@ def resolve_url(name: str, *, base: str | None) -> str:
     return f"{root}/{quote(key)}"
 
 
-def listed_videos(names: Iterable[str], *, base: str | None) -> Scan:
+def find_listed_videos(names: Iterable[str], *, base: str | None) -> Scan:
     """Look up the objects that a table lists. Missing objects are omitted.
 
     Args:

@@ -160,7 +160,7 @@ class ObjectCache:
             with self._room(size_bytes, name=name), tag_errors(path):
                 try:
                     fetch(temporary)
-                    _require(temporary, size_bytes=size_bytes, sha256=sha256)
+                    _verify_copy(temporary, size_bytes=size_bytes, sha256=sha256)
                     descriptor = os.open(temporary, os.O_RDONLY)
                     copy = CachedFile(path, descriptor)
                     lock(descriptor, is_shared=True)  # before the copy appears, so that no process can evict it
@@ -294,14 +294,14 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
     return freed_bytes
 
 
-def _require(path: Path, *, size_bytes: int, sha256: str | None) -> None:
+def _verify_copy(path: Path, *, size_bytes: int, sha256: str | None) -> None:
     if (num_bytes := path.stat().st_size) != size_bytes:
         # The end of a connection that was closed too early may look like the end of the object.
         raise Damaged(f"received {num_bytes:,} of {size_bytes:,} bytes")
     if sha256 is not None:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(_BLOCK_BYTES):
-                digest.update(piece)
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
         if digest.hexdigest() != sha256:
             raise Damaged("its content differs from the committed content")

@@ -81,7 +81,7 @@ def open_store(url: str, *, scheme: str, is_written: bool = False) -> Any:
     """Open a store of obstore for a URL.
 
     Args:
-        is_written: True for a store whose requests change objects. These have other time limits.
+        is_written: True for a store whose requests change objects. Such requests have different time limits.
 
     Raises:
         UserError: The URL or an environment variable is invalid.
@@ -136,7 +136,7 @@ _RENEWAL = re.compile("External AWS credential provider: (.*)")
 _METADATA_PATHS = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _BAD_NAME_CODES = ("InvalidBucketName", "InvalidResourceName", "OutOfRangeInput")
-_CUT = "the response was truncated in all attempts"
+_TRUNCATED = "the response was truncated in all attempts"
 _NO_RESPONSE = "the server does not respond"
 _TRANSIENT = re.compile(r"5\d\d|429|408", re.ASCII)
 
@@ -216,7 +216,7 @@ def storage_errors(url: str, object_url: str, *, num_bytes: int = 0) -> Iterator
         with watch_request(url, num_bytes=num_bytes):
             yield
     except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
-        _raise_for(error, url=url, object_url=object_url)
+        _raise_storage_error(error, url=url, object_url=object_url)
 
 
 def _note_fork() -> None:
@@ -227,7 +227,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def _raise_for(error: Exception, *, url: str, object_url: str) -> NoReturn:
+def _raise_storage_error(error: Exception, *, url: str, object_url: str) -> NoReturn:
     """Convert an error of obstore to an error with a clear message and a hint, and raise it."""
     from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
@@ -276,7 +276,7 @@ def _raise_for(error: Exception, *, url: str, object_url: str) -> NoReturn:
             hint="use a server that supports conditional writes (If-None-Match and If-Match)",
         ) from None
     is_transient = reason == _NO_RESPONSE or _TRANSIENT.match(reason)
-    kind = TruncatedResponse if reason == _CUT else NoResponse if is_transient else UnusableResponse
+    kind = TruncatedResponse if reason == _TRUNCATED else NoResponse if is_transient else UnusableResponse
     raise kind(errno.EIO, reason, object_url) from error
 
 
@@ -295,5 +295,5 @@ def _reason(error: Exception) -> str:
     if "error sending request" in text:
         return _NO_RESPONSE
     if "body error" in text:
-        return _CUT
+        return _TRUNCATED
     return first_line(error)

@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
+from clipmill.manifests.locks import is_same_folder, lock, open_private, private_root
 from clipmill.manifests.storage.cache import FREE_FRACTION, SUBFOLDERS, CachedFile, NoRoom, ObjectCache
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.core.failures import FailureCode, SourceFailure
@@ -65,7 +65,7 @@ def _lock_root() -> Path:
             for part in SUBFOLDERS:
                 shutil.rmtree(root / part, ignore_errors=True)
         lock(folder, is_shared=True)
-        if is_still_at(root, folder):
+        if is_same_folder(root, folder):
             break
         os.close(folder)  # the sweeper has removed the folder in the meantime
     if is_first:

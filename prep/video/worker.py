@@ -39,7 +39,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.errors import FailedWork
 from clipmill.manifests.keys import chunk_key
-from clipmill.manifests.locks import is_still_at, lock, open_private, private_root
+from clipmill.manifests.locks import is_same_folder, lock, open_private, private_root
 from clipmill.manifests.publish import parse_json
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.shard_result import ShardResult, begin_shard, stop_result, system_errors_as_results
@@ -404,7 +404,7 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
         descriptor = open_private(root)
         try:
             lock(descriptor)
-            if not is_still_at(root, descriptor):
+            if not is_same_folder(root, descriptor):
                 continue  # the previous worker has removed the empty folder
             try:
                 yield

@@ -138,7 +138,7 @@ class Histogram:
         begin, end: Lower edge of the first bin, and upper edge of the last bin.
         counts: Number of values in each bin, int64 [bins]. The last bin also counts values above `end`.
         kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
-        is_cut: True if some values are above `end`.
+        omits_tail: True if some values are above `end`, and are counted in the last bin.
         is_count: True if the values are integers.
     """
 
@@ -146,14 +146,14 @@ class Histogram:
     end: float
     counts: NDArray[np.int64]
     kept: NDArray[np.int64] | None
-    is_cut: bool
+    omits_tail: bool
     is_count: bool
 
     def bin_text(self, number: int) -> str:
         """Return the range of a bin as text: `3`, `4 to 7`, `1.5 to 2`, `90 and more`."""
         width = (self.end - self.begin) / len(self.counts)
         low = self.begin + number * width
-        if self.is_cut and number == len(self.counts) - 1:
+        if self.omits_tail and number == len(self.counts) - 1:
             return f"{short_number(low)} and more"
         high = low + width - self.is_count
         return short_number(low) if self.is_count and width == 1 else f"{short_number(low)} to {short_number(high)}"
@@ -195,7 +195,7 @@ class Histogram:
         unit = f" {unit}" if unit else ""
         if not self.is_count:
             ticks = [short_number(value) for value in (self.begin, (self.begin + self.end) / 2, self.end)]
-            ticks[-1] += f"{unit} and more" if self.is_cut else unit
+            ticks[-1] += f"{unit} and more" if self.omits_tail else unit
             return ticks
         num_bins = len(self.counts)
         is_single = self.end - self.begin == num_bins

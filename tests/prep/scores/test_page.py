@@ -100,13 +100,13 @@ def test_landmarks_are_chunks_at_the_quartiles() -> None:
 def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:
     values = np.concatenate([np.linspace(0, 1, 1000), [50.0]])
     html = histogram(values, is_kept=values > 0.5)
-    assert html.end < 2 and html.is_cut and html.counts.sum() == 1001
+    assert html.end < 2 and html.omits_tail and html.counts.sum() == 1001
     assert html.kept is not None and html.kept.sum() == (values > 0.5).sum()
     for outliers in ([9000.0], [7000.0, 8000.0, 9000.0]):
         few = histogram(np.array([*np.linspace(100, 300, 32), *outliers]))
-        assert few.end < 1100 and few.is_cut and (few.counts > 0).sum() > 5 and few.counts[-1] <= 5
+        assert few.end < 1100 and few.omits_tail and (few.counts > 0).sum() > 5 and few.counts[-1] <= 5
     assert histogram(np.array([0.0, 0.0]), bounds=(0.0, 1.0)).counts[0] == 2
     counts = histogram(np.array([0.0, 0.0, 7.0]), is_count=True)
-    assert counts.counts.tolist() == [2, 0, 0, 0, 0, 0, 0, 1] and not counts.is_cut
+    assert counts.counts.tolist() == [2, 0, 0, 0, 0, 0, 0, 1] and not counts.omits_tail
     many = histogram(np.array([0.0, 100.0]), is_count=True)
     assert many.end == 128 and many.counts.sum() == 2
