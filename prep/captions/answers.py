@@ -3,11 +3,11 @@
     <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
     <variant>/answers/spent          the tokens of the current run, 8 bytes per answer (`Budget`)
 
-Each answer is on disk before the next request takes its slot. A killed run therefore loses the requests in flight, but
-no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several lines, the
-last one counts. The journal is kept because it has values that the shard lacks, such as the duration of each request.
-A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the chunk has moved
-to a different shard.
+Each answer is on disk before the next request is sent in its place. A killed run therefore loses the requests in
+flight, but no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several
+lines, the last one counts. The journal is kept because it has values that the shard lacks, such as the duration of each
+request. A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the chunk
+has moved to a different shard.
 """
 
 import base64
@@ -43,7 +43,7 @@ _SPENT_FILE = "spent"
 _LENGTH, _FILTERED = "length", "content_filter"
 # Finish reasons of complete answers, as sent by OpenAI, Together, TGI and Anthropic. With any other value, the text may
 # be cut off.
-_COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
+_COMPLETE_REASONS = ("stop", "eos", "eos_token", "stop_sequence", "end_turn")
 _RECORD_BYTES = 8
 _FINGERPRINT = re.compile(rb'"chunk_fingerprint": "([0-9a-f]{32})"')
 _MAX_TOKENS = (1 << 31) - 1  # maximum for one answer: the index stores 32-bit integers
@@ -90,7 +90,7 @@ class Captioner(Protocol):
 
 
 def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Picture]:
-    """Decode up to `count` evenly spaced frames of a chunk, and scale down those whose longer side exceeds `size` px.
+    """Decode up to `count` evenly spaced frames of a chunk, and scale down frames with a longer side above `size` px.
 
     Raises:
         SourceFailure: The chunk cannot be decoded.
@@ -133,8 +133,8 @@ class Answer:
         refusal: Reason why the model declined to answer, if the server reports it in a separate field.
         tokens_in: Number of tokens of the images and the prompt; None if unknown.
         tokens_out: Number of tokens of the answer; None if unknown.
-        seconds: Time from the request to the response in seconds, including retries. In a batch, the time of the batch
-            divided by its size.
+        seconds: Time from the request to the response in seconds, including retries. For a batch, this is the
+            time of the batch divided by the batch size.
         model: Name of the model, as stated in the response.
     """
 
@@ -167,7 +167,7 @@ class Answer:
 
     @property
     def caption(self) -> str:
-        """Text of the answer on one line, without control characters and words of invisible characters."""
+        """Text of the answer on one line, without control characters and without words of only invisible characters."""
         text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in self.text)
         return " ".join(
             word
@@ -191,7 +191,7 @@ class Answer:
         elif self.finish_reason == _LENGTH:
             code = FailureCode.ANSWER_TRUNCATED
             message = f"the answer was cut off after {self.tokens_out} tokens"
-        elif self.finish_reason is not None and self.finish_reason.lower() not in _COMPLETE:
+        elif self.finish_reason is not None and self.finish_reason.lower() not in _COMPLETE_REASONS:
             code = FailureCode.ANSWER_INCOMPLETE
             message = f'the server ended the answer with finish_reason "{on_one_line(self.finish_reason)}"'
         elif not self.caption:
@@ -242,7 +242,7 @@ def read_answers(path: Path) -> dict[str, Answer]:
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the ID of each shard with a journal, and the chunk fingerprints in the journal, also from damaged lines."""
+    """Yield the ID of each shard with a journal, and the chunk fingerprints in the journal, including damaged lines."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
@@ -316,15 +316,15 @@ class Budget:
 
     Args:
         limit: Maximum number of tokens; None for no limit.
-        spent: Number of tokens that earlier runs have used.
+        num_spent: Number of tokens that earlier runs have used.
     """
 
-    def __init__(self, variant_dir: Path, *, limit: int | None, spent: int) -> None:
-        self._path, self._limit, self._spent = variant_dir / ANSWERS_FOLDER / _SPENT_FILE, limit, spent
+    def __init__(self, variant_dir: Path, *, limit: int | None, num_spent: int) -> None:
+        self._path, self._limit, self._num_spent = variant_dir / ANSWERS_FOLDER / _SPENT_FILE, limit, num_spent
         self._num_read = 0
 
     def begin(self) -> None:
-        """Reset the shared count: the journals have the tokens of earlier runs. Only the driver calls this method."""
+        """Reset the shared count. The journals record the tokens of earlier runs. Only the driver calls this method."""
         self._path.unlink(missing_ok=True)
 
     def add(self, tokens: int) -> None:
@@ -340,17 +340,17 @@ class Budget:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._num_read)
-                new = file.read()
+                new_bytes = file.read()
         except FileNotFoundError:
-            new = b""
+            new_bytes = b""
         # The last record may be incomplete, because another worker is writing it.
-        size_bytes = len(new) // _RECORD_BYTES * _RECORD_BYTES
+        size_bytes = len(new_bytes) // _RECORD_BYTES * _RECORD_BYTES
         self._num_read += size_bytes
-        self._spent += sum(
-            int.from_bytes(new[offset : offset + _RECORD_BYTES], "little")
+        self._num_spent += sum(
+            int.from_bytes(new_bytes[offset : offset + _RECORD_BYTES], "little")
             for offset in range(0, size_bytes, _RECORD_BYTES)
         )
-        return self._spent >= self._limit
+        return self._num_spent >= self._limit
 
 
 def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
@@ -372,13 +372,13 @@ def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
 def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     """Compare the member of a sample with its index row, and check the form of the caption."""
     try:
-        stated = parse_json(members[EXTENSION])
-        in_member = {name: stated[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}
+        description = parse_json(members[EXTENSION])
+        member_values = {name: description[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}
     except (ValueError, KeyError, TypeError) as error:
         return CheckedSample([(DeepCode.JSON_DIFFERS, f"the member cannot be read: {error!r}")], 0)
     differences = [
         (DeepCode.JSON_DIFFERS, f"{name}: {value!r} in the member, {row[name]!r} in the index")
-        for name, value in in_member.items()
+        for name, value in member_values.items()
         if value != row[name]
     ]
     text = row["caption_text"]

@@ -56,7 +56,7 @@ class CaptionsRequest(ModelRequest):
         Range(0, 1000),
         Parameter(
             help="Maximum number of retries of a request after status 429 or 5xx, a broken connection or --timeout, 0 "
-            "to 1000. Pauses grow to 8 s, unless the server sets them; 10 retries take about a minute."
+            "to 1000. The pauses grow to 8 s, unless the server sets the pause; 10 retries take about a minute."
         ),
     ] = 10
     timeout: Annotated[
@@ -123,10 +123,10 @@ COLUMN = ColumnSpec(
     schema=CAPTIONS_SCHEMA,
     request="clipmill.prep.captions.column:CaptionsRequest",
     plan_request="clipmill.prep.captions.column:CaptionsPlanRequest",
-    help="""Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.
+    help="""Caption the chunks with a vision-language model, either a local model or a server with OpenAI's API.
 
     Each run captions only new, changed and missing chunks; a different prompt or model creates a new variant. Each
-    answer is stored as soon as it arrives, so a killed run does not lose any. `prep manifest captions` adds the
+    answer is stored as soon as it arrives, so a killed run does not lose answers. `prep manifest captions` adds the
     captions to the manifest, for training. The API key is read from the environment variable OPENAI_API_KEY.
 
     Examples:

@@ -34,7 +34,7 @@ _MAX_FAILED = 8  # number of consecutive failed requests after which no more req
 _MAX_AHEAD = 16  # maximum number of rows that are prepared ahead of the requests in flight
 # Status codes that every request would receive: the key is invalid, no credit is left, or the URL is wrong.
 _FATAL_STATUSES = (401, 402, 403, 404, 405)
-_TRANSIENT = (408, 409, 429)  # status codes that the client retries, in addition to 5xx
+_TRANSIENT_STATUSES = (408, 409, 429)  # status codes that the client retries, in addition to 5xx
 
 
 class Endpoint:
@@ -144,7 +144,7 @@ class Endpoint:
             if error.status_code in _FATAL_STATUSES:
                 self._stop = self._stop or Stop(FailureCode.ENDPOINT_REFUSED, self._error_text(error))
                 raise SourceFailure(FailureCode.ENDPOINT_REFUSED, self._error_text(error)) from None
-            if error.status_code not in _TRANSIENT and error.status_code < 500:
+            if error.status_code not in _TRANSIENT_STATUSES and error.status_code < 500:
                 raise SourceFailure(FailureCode.REQUEST_INVALID, self._error_text(error)) from None
             failure = SourceFailure(FailureCode.ENDPOINT_FAILED, self._error_text(error))
         self._num_failed += 1
@@ -178,7 +178,7 @@ class Endpoint:
         return replace(answer, finish_reason="length") if is_cut else answer
 
     def _error_text(self, error: Exception) -> str:
-        """Return the message of an error on one line. Prefer its cause: openai reports a closed port as a timeout."""
+        """Return the message of an error on one line. Prefer the cause: openai reports a closed port as a timeout."""
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))

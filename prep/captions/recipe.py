@@ -21,8 +21,8 @@ from clipmill.prep.core.recipe import NOT_STORED, Recipe
 from clipmill.prep.core.request import model_folder
 from clipmill.shards.where_flag import check_where
 
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
     "use a folder in which save_pretrained wrote a model and its processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
 )
@@ -30,9 +30,10 @@ CAPTIONS_SCHEMA = 2  # increment it when the same settings start to send differe
 MODEL = Parameter(group=Group("Captions", sort_key=1))
 PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
-_SAMPLING = Needs("temperature", use="1")  # with temperature 0, decoding is greedy, and these settings have no effect
+_CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNSAFE_CHARS = re.compile(r"[^A-Za-z0-9.]+")
+# With temperature 0, decoding is greedy, and settings with this mark have no effect.
+_NEEDS_SAMPLING = Needs("temperature", use="1")
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def find_model(name: str) -> Model:
     Raises:
         UserError: The model does not exist, or lacks weights or a processor.
     """
-    directory = model_folder(name, files=_FILES, what="model", flag="--model", hint=_SUGGESTION)
+    directory = model_folder(name, files=_MODEL_FILES, what="model", flag="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} lacks config.json or *.safetensors", hint=_SUGGESTION)
-    if not any((directory / file).is_file() for file in _PROCESSORS):
-        raise UserError(f"{directory} lacks a processor ({' or '.join(_PROCESSORS)})", hint=_SUGGESTION)
+    if not any((directory / file).is_file() for file in _PROCESSOR_FILES):
+        raise UserError(f"{directory} lacks a processor ({' or '.join(_PROCESSOR_FILES)})", hint=_SUGGESTION)
     digest = hashlib.sha256()
     try:
-        for path in sorted({path for pattern in _FILES for path in directory.glob(pattern)}):
+        for path in sorted({path for pattern in _MODEL_FILES for path in directory.glob(pattern)}):
             with path.open("rb") as file:
                 digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     except OSError as error:
@@ -105,15 +106,15 @@ class CaptionsSettings(Checked):
     """Maximum length of the longer side of a frame in pixels, 16 to 4096. Smaller frames are not enlarged."""
 
     max_tokens: Annotated[int, MODEL, Range(1, 100_000)] = 256
-    """Maximum number of tokens per answer, 1 to 100000. An answer that is cut off there fails (answer_truncated)."""
+    """Maximum number of tokens per answer, 1 to 100000. An answer cut off at the limit fails (answer_truncated)."""
 
     temperature: Annotated[float, MODEL, Range(0, 2)] = 0.0
     """Sampling temperature, 0 to 2. With 0, the most likely token is chosen at each step."""
 
-    top_p: Annotated[float | None, MODEL, Range(above=0, most=1), _SAMPLING] = None
+    top_p: Annotated[float | None, MODEL, Range(above=0, most=1), _NEEDS_SAMPLING] = None
     """Nucleus sampling: total probability of the most likely tokens to sample from, above 0 to 1. Default: off."""
 
-    seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _SAMPLING] = None
+    seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _NEEDS_SAMPLING] = None
     """Random seed for sampling, 0 or more. Default: 0; with --endpoint, the server chooses the seed."""
 
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
@@ -125,7 +126,7 @@ class CaptionsSettings(Checked):
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each invalid name, prompt, URL or condition."""
-        if not self.model or self.model != self.model.strip() or _CONTROL.search(self.model):
+        if not self.model or self.model != self.model.strip() or _CONTROL_CHARS.search(self.model):
             yield UserError(
                 f"--model {self.model!r} is not a valid name",
                 hint="use the folder or the name of a model",
@@ -146,7 +147,7 @@ class CaptionsSettings(Checked):
             except ValueError:
                 is_url = False
             # The messages omit the URL, because it may contain a password.
-            if not is_url or _CONTROL.search(self.endpoint) or " " in self.endpoint:
+            if not is_url or _CONTROL_CHARS.search(self.endpoint) or " " in self.endpoint:
                 yield UserError(
                     "--endpoint is not a valid URL",
                     hint="use a URL such as http://localhost:8000/v1",
@@ -189,7 +190,7 @@ def _require_prompt(text: str, *, flag: str, value: str = "") -> None:
             hint=f"use at most {_MAX_PROMPT_CHARS:,} characters",
             flags=(flag,),
         )
-    if match := _CONTROL.search(text):
+    if match := _CONTROL_CHARS.search(text):
         raise UserError(
             f"{flag}{value} contains a control character: character {match.start() + 1} is U+{ord(match[0]):04X}",
             hint="use only printable characters, spaces, tabs and line feeds",
@@ -219,5 +220,5 @@ def local_weights(recipe: Recipe[CaptionsSettings]) -> str | None:
 
 def variant_name(recipe: Recipe[CaptionsSettings]) -> str:
     """Return the readable part of the variant's name: the model, and the number and size of the frames."""
-    model = _NOT_IN_A_NAME.sub("-", recipe.values["model"].rpartition("/")[2]).strip("-.")[:60] or "model"
+    model = _UNSAFE_CHARS.sub("-", recipe.values["model"].rpartition("/")[2]).strip("-.")[:60] or "model"
     return f"{model}-{recipe.settings.frames}x{recipe.settings.size}px"

@@ -47,7 +47,7 @@ def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
     """Reset the shared token count, and return the number, resources and options of the workers."""
     workers = _workers(plan, request)
     if workers.options.max_tokens_total is not None:
-        Budget(plan.variant_dir, limit=workers.options.max_tokens_total, spent=workers.options.spent).begin()
+        Budget(plan.variant_dir, limit=workers.options.max_tokens_total, num_spent=workers.options.num_spent).begin()
     return workers
 
 
@@ -75,7 +75,7 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
         retries=request.retries,
         timeout_s=request.timeout,
         max_tokens_total=limit,
-        spent=0 if cost is None else cost.tokens_in + cost.tokens_out,
+        num_spent=0 if cost is None else cost.tokens_in + cost.tokens_out,
         retry_codes=request.retry_codes,
     )
     memory_gb = _ENDPOINT_WORKER_GB if has_endpoint else _MODEL_WORKER_GB
@@ -87,7 +87,7 @@ def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
     lookup = ShardLookup(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
-        others = plan.holding(shard_id, lookup)
+        others = plan.find_shards(shard_id, lookup)
         return tuple(journal_path(plan.variant_dir, other) for other in others if other != shard_id)
 
     return journals
@@ -110,7 +110,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
                 requests = CaptionRequests(chunks, plan.recipe, journal)
                 num_pending = len(requests.pending_rows())
                 stop = requests.send(open_captioner(plan.recipe, options), limit=num_left, on_answer=lambda row: None)
-                failure = next(iter(requests.failed.values()), None)
+                failure = next(iter(requests.failures.values()), None)
             if stop is not None or failure is not None:
                 reason = stop.message if stop is not None else failure.message if failure is not None else ""
                 raise UserError(

@@ -35,8 +35,8 @@ class LocalModel:
         self._name, self._device = name, device
         text = model.config.get_text_config()
         self._context = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
-        ends = model.generation_config.eos_token_id
-        self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+        end_ids = model.generation_config.eos_token_id
+        self._end_ids = frozenset(end_ids if isinstance(end_ids, list) else [end_ids])
 
     def captions(
         self, pictures: Sequence[Sequence[Picture]], *, settings: CaptionsSettings, seed: int
@@ -62,8 +62,8 @@ class LocalModel:
         fits = [length + settings.max_tokens <= self._context for length in lengths]
         if not all(fits):
             # Caption only the chunks that fit, as a smaller batch.
-            fitting = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
-            results = iter(self.captions(fitting, settings=settings, seed=seed) if fitting else [])
+            fitting_chunks = [chunk for chunk, does_fit in zip(pictures, fits, strict=True) if does_fit]
+            results = iter(self.captions(fitting_chunks, settings=settings, seed=seed) if fitting_chunks else [])
             return [
                 next(results)
                 if does_fit
@@ -121,7 +121,7 @@ class LocalModel:
         return inputs.to(self._device, dtype=self._model.dtype)
 
     def _answer(self, tokens: list[int], *, tokens_in: int, seconds: float) -> Answer:
-        end = next((number for number, token in enumerate(tokens) if token in self._ends), None)
+        end = next((number for number, token in enumerate(tokens) if token in self._end_ids), None)
         return Answer(
             text=self._processor.decode(tokens if end is None else tokens[:end], skip_special_tokens=True),
             finish_reason="length" if end is None else "stop",
@@ -156,16 +156,16 @@ class LocalCaptioner:
             ):
                 if (stop := task.stop()) is not None:
                     return stop
-                decoded = [(row, future.result()) for row, future in zip(rows, futures, strict=True)]
-                usable = [(row, pictures) for row, pictures in decoded if not isinstance(pictures, SourceFailure)]
-                for row, result in decoded:
+                results = [(row, future.result()) for row, future in zip(rows, futures, strict=True)]
+                usable_rows = [(row, pictures) for row, pictures in results if not isinstance(pictures, SourceFailure)]
+                for row, result in results:
                     if isinstance(result, SourceFailure):
                         task.keep(row, result)
-                if usable:
-                    seed = task.seed(usable[0][0])
-                    pictures_of_rows = [pictures for _, pictures in usable]
+                if usable_rows:
+                    seed = task.seed(usable_rows[0][0])
+                    pictures_of_rows = [pictures for _, pictures in usable_rows]
                     answers = self.model.captions(pictures_of_rows, settings=self.settings, seed=seed)
-                    for (row, _), answer in zip(usable, answers, strict=True):
+                    for (row, _), answer in zip(usable_rows, answers, strict=True):
                         task.keep(row, answer)
         return None
 

@@ -44,7 +44,7 @@ class RequestOptions:
         retries: Maximum number of retries of a request.
         timeout_s: Timeout of a request in seconds.
         max_tokens_total: Maximum number of tokens for the variant, including earlier runs; None for no limit.
-        spent: Number of tokens that earlier runs have used.
+        num_spent: Number of tokens that earlier runs have used.
         retry_codes: Failure codes to retry: stored answers with these codes are replaced.
     """
 
@@ -55,7 +55,7 @@ class RequestOptions:
     retries: int
     timeout_s: float
     max_tokens_total: int | None = None
-    spent: int = 0
+    num_spent: int = 0
     retry_codes: frozenset[str] = frozenset()
 
 
@@ -82,16 +82,16 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
 
 @dataclass
 class CaptionRequests:
-    """Requests for the chunks of a shard without a sample.
+    """Requests for the chunks of a shard that have no sample.
 
     Attributes:
-        failed: Failures of the requests, keyed by row.
+        failures: Failures of the requests, keyed by row.
     """
 
     chunks: Chunks
     recipe: Recipe[CaptionsSettings]
     journal: Journal
-    failed: dict[int, SourceFailure] = field(default_factory=dict)
+    failures: dict[int, SourceFailure] = field(default_factory=dict)
 
     def pending_rows(self) -> list[int]:
         """Return the rows without an answer, and the rows whose answer is to be replaced."""
@@ -114,7 +114,7 @@ class CaptionRequests:
             Reason why some requests were not sent, or None.
         """
         chunks, options, settings = self.chunks, self.chunks.options, self.recipe.settings
-        budget = Budget(chunks.variant_dir, limit=options.max_tokens_total, spent=options.spent)
+        budget = Budget(chunks.variant_dir, limit=options.max_tokens_total, num_spent=options.num_spent)
 
         def stop() -> Stop | None:
             message = f"the answers have used the {options.max_tokens_total or 0:,} tokens of --max-tokens-total"
@@ -122,7 +122,7 @@ class CaptionRequests:
 
         def keep(row: int, result: Answer | SourceFailure) -> None:
             if isinstance(result, SourceFailure):
-                self.failed[row] = result
+                self.failures[row] = result
                 return
             self.journal.add(chunks.fingerprints[row], result)
             budget.add(result.tokens)
@@ -139,8 +139,8 @@ class CaptionRequests:
 
     def outcome(self, chunk: Chunk) -> Sample | SourceFailure:
         """Return the sample of a chunk, or the reason why it has no sample."""
-        if chunk.row in self.failed:
-            return self.failed[chunk.row]
+        if chunk.row in self.failures:
+            return self.failures[chunk.row]
         answer = self.journal.answers[chunk.fingerprint]
         return answer.problem(self.recipe.values["model"]) or caption_sample(chunk, answer)
 

@@ -68,8 +68,8 @@ def advise(
 ) -> None:
     """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays off.
 
-    For chunks, it considers loaders that read complete chunks, and loaders that read only the packets of a clip, or
-    stored latents, as train does. It reads chunks of the current variant for a few seconds to measure the read speed.
+    For chunks, it considers loaders that read complete chunks, and loaders that, like train, read only the packets of
+    a clip or stored latents. To measure the read speed, it reads chunks of the current variant for a few seconds.
 
     For an index (`prep index`), it decodes clips from the source videos, encodes some seconds of a few videos with each
     recipe, and reports after how many reads of each clip a recipe has saved the CPU time of encoding.
@@ -100,13 +100,13 @@ def advise(
     read_bytes_per_s = 1e6 * (request.read_speed or 0)
     try:
         with Activity("reading chunks to measure the reads of training"):
-            # If there are latents of the chunks, training may also read the latents.
+            # If the chunks have latents, training may read the latents instead.
             tars, names = bucket_tars(data_dir), [request.column]
             is_remote = tars is not None
             if request.column == VIDEO and not is_remote and current_variant(data_dir, LATENTS) is not None:
                 names.append(LATENTS)
-            opened = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
-            columns = {name: open_column(variant, name) for name, variant in opened.items()}
+            variants = {name: Variant.open(data_dir, column=name, tars=tars).require_complete() for name in names}
+            columns = {name: open_column(variant, name) for name, variant in variants.items()}
             column = columns[request.column]
             if is_remote:
                 single, parallel, method = measure_bucket(column, num_processes=gpus_per_node)

@@ -83,9 +83,9 @@ DATASETS = (
 
         The official file is all_narrations_redacted.json or narration.json. Its timestamps are expanded to intervals by
         EgoVLP's rule. With ego4d.json, videos of any validation or test split are excluded from train. Pickles may
-        contain only lists, tuples, strings and numbers; any other pickle is rejected without being executed. EgoVLP's
-        egoclip.csv has training pairs, and the clips of its egomcq.json are put into val. A .txt file lists videos to
-        omit, one ID per line.
+        contain only lists, tuples, strings and numbers; any other pickle is rejected without being executed. Training
+        pairs are read from EgoVLP's egoclip.csv, and the clips in EgoVLP's egomcq.json are put into val. A .txt file
+        lists videos to omit, one ID per line.
 
         Example: prep manifest ego4d VIDEOS --annotations narration.json ego4d.json
 
@@ -165,15 +165,15 @@ DATASETS = (
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
-        A moment has the interval that most annotators marked. A list of videos, such as test_list.txt, restricts its
-        split to these videos.
+        A moment has the interval that most annotators marked. A list of videos, such as test_list.txt, restricts the
+        split in its name to the listed videos.
 
         Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, named as in the annotations, or with .mp4 appended to or replacing the extension.
+            Folder of the videos, named as in the annotations. .mp4 may be appended or replace the extension.
         """,
     ),
     Adapter(

@@ -12,7 +12,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.manifests.store import has_manifest, read_videos
 from clipmill.prep.commands.datasets import ADAPTERS
-from clipmill.prep.commands.manifest import ONE_PLACE, Target, read_captioned
+from clipmill.prep.commands.manifest import ONE_LOCATION, Target, read_captioned
 from clipmill.prep.core.make import make_column
 from clipmill.prep.video.column import INDEX, ChunkRequest, IndexRecipe
 
@@ -28,7 +28,7 @@ _SETTINGS, _REQUEST = IndexRecipe(), ChunkRequest()
 def index(
     videos: Annotated[
         Location | None,
-        ONE_PLACE,
+        ONE_LOCATION,
         Parameter(help="Folder of videos to read into the manifest first, a path or a URL."),
     ] = None,
     /,

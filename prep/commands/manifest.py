@@ -1,7 +1,8 @@
 """`prep manifest KIND`: commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. The input of a kind is a folder of videos with a caption table, with annotation files or
-with everything, or lists of clips; for a different input, add a function to this module that builds the command.
+`datasets.py` lists the kinds. A kind reads a folder of videos with a caption table, a folder of videos with annotation
+files, a folder that contains videos and annotations, or lists of clips. For a different input, add a function to this
+module that builds the command.
 `prep manifest captions` adds caption tables for videos that are already in the manifest.
 """
 
@@ -55,29 +56,29 @@ Annotations = Annotated[
         name="--annotations",
         consume_multiple=True,
         negative="",
-        converter=lambda _type, tokens: _places(tokens),
+        converter=lambda _type, tokens: _parse_locations(tokens),
         help="Annotation files, paths or URLs.",
     ),
 ]
 
 
-def _places(tokens: Sequence[Token]) -> "list[Location]":
+def _parse_locations(tokens: Sequence[Token]) -> "list[Location]":
     return [parse_location(token.value) for token in tokens]
 
 
 _LIKELIHOOD = Range(most=0, hint="use the logarithm of a probability, 0 or less, such as -1.5")
 
-ONE_PLACE = Parameter(converter=lambda _type, tokens: _places(tokens)[0])
+ONE_LOCATION = Parameter(converter=lambda _type, tokens: _parse_locations(tokens)[0])
 app = App(name="manifest", help="Read videos and captions of a dataset into the manifest.", group_parameters=OPTIONS)
 
 
 def _with_captions(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Location | None, ONE_PLACE] = None,
+        directory: Annotated[Location | None, ONE_LOCATION] = None,
         *,
         captions: Annotated[
             Location | None,
-            ONE_PLACE,
+            ONE_LOCATION,
             Parameter(help="Caption table: path or URL of a .csv, .tsv, .jsonl, .json or .parquet file."),
         ] = None,
         subtitles: Annotated[
@@ -119,7 +120,7 @@ def read_captioned(
 
 def _with_annotations(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Location, ONE_PLACE],
+        directory: Annotated[Location, ONE_LOCATION],
         *,
         annotations: Annotations,
         data: Data = Path("data"),
@@ -139,11 +140,15 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
 
 def _with_lists(adapter: Adapter) -> Callable[..., None]:
     def command(
-        lists: Annotated[list[Location], Parameter(negative="", converter=lambda _type, tokens: _places(tokens))],
+        lists: Annotated[
+            list[Location], Parameter(negative="", converter=lambda _type, tokens: _parse_locations(tokens))
+        ],
         /,
         *,
         videos: Annotated[
-            Location | None, ONE_PLACE, Parameter(help="Folder of the videos. Default: the folder of the first list.")
+            Location | None,
+            ONE_LOCATION,
+            Parameter(help="Folder of the videos. Default: the folder of the first list."),
         ] = None,
         data: Data = Path("data"),
         dataset: Dataset = None,
@@ -163,7 +168,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
 
 def _with_folder(adapter: Adapter) -> Callable[..., None]:
     def command(
-        directory: Annotated[Location, ONE_PLACE],
+        directory: Annotated[Location, ONE_LOCATION],
         *,
         data: Data = Path("data"),
         dataset: Dataset = None,
@@ -226,9 +231,9 @@ def synthetic(
     directory = data / "synthetic" if out is None else out
 
     def make(_tables: list[Path]) -> "Reading":
-        creating = f"creating {count_noun(videos, 'video')}"
-        with Activity(creating) as now:
-            show = now.counter(creating)
+        activity_text = f"creating {count_noun(videos, 'video')}"
+        with Activity(activity_text) as activity:
+            show = activity.counter(activity_text)
             return make_synthetic(
                 directory,
                 num_videos=videos,
@@ -354,8 +359,8 @@ def add_captions(
     source: Annotated[
         str | None,
         Parameter(
-            help="Source name of all captions. Default: the column source of the tables or, without it, the name of "
-            "the file."
+            help="Source name of all captions. Default: the values in the table column source or, without such a "
+            "column, the file name."
         ),
     ] = None,
     min_likelihood: Annotated[
@@ -370,16 +375,16 @@ def add_captions(
         Parameter(
             negative="",
             help="Drop duplicate captions of the same clip and source, ignoring case and whitespace. The most likely "
-            "of them is kept.",
+            "duplicate is kept.",
         ),
     ] = False,
     data: Data = Path("data"),
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Add captions from tables, such as tables of `train caption-chunks`, to videos in the manifest, or remove them.
+    """Add captions from tables, such as the output of `train caption-chunks`, to the manifest, or remove them again.
 
-    New captions replace only captions of the same source, or of an earlier version of the same model. They are kept
-    when a dataset is read again. Training uses captions of models only if --captions.sources lists them.
+    New captions replace only captions of the same source, or of an earlier version of the same model. Added captions
+    are kept when a dataset is read again. Training uses model captions only if --captions.sources lists their source.
 
     Examples:
 

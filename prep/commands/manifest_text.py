@@ -25,7 +25,7 @@ from clipmill.shards.dataset import current_variant
 from clipmill.shards.reader import Variant
 
 _INDENT = "  "
-# Advice on rejected rows, keyed by reason, where it is the same for all datasets.
+# Advice on rejected rows, keyed by reason. The advice applies to all datasets.
 ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "use the path of each video relative to the folder, with the extension",
@@ -142,10 +142,10 @@ def unused_files(reading: Reading) -> list[str]:
 def unused_text(reading: Reading) -> str:
     """Return the reasons why no row in `unused_files` is usable, the first few rejected rows, and advice."""
     files = unused_files(reading)
-    is_from = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
+    is_unused = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
     for file in files:  # a path may be a folder of annotation files
-        is_from = pc.or_(is_from, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
-    rejected = reading.rejected.filter(is_from)
+        is_unused = pc.or_(is_unused, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
+    rejected = reading.rejected.filter(is_unused)
     names = ", ".join(on_one_line(file) for file in files)
     what = f"no valid rows in {names}" if rejected.num_rows else f"no rows in {names}"
     lines = [f"{what}; the manifest was not changed"]

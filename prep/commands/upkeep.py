@@ -87,8 +87,8 @@ def verify(
     from clipmill.shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    reading = "reading the records"
-    with Activity(reading):
+    activity_text = "reading the records"
+    with Activity(activity_text):
         if (mirror := mirror_of(data_dir)) is not None:
             mirror.drop_content()  # verify the content of the bucket rather than local copies
         records = check_folder_records(data_dir)
@@ -101,20 +101,20 @@ def verify(
             selected = []  # the damage is in `records`
         if not selected and not records:
             selected = [column_named(VIDEO)]
-    with Activity(reading):
-        opened = {spec.name: Variant.open(data_dir, column=spec.name, variant=variant) for spec in selected}
+    with Activity(activity_text):
+        variants = {spec.name: Variant.open(data_dir, column=spec.name, variant=variant) for spec in selected}
         for spec in selected:
-            records += check_variant_records(opened[spec.name], column=spec, data_dir=data_dir)
+            records += check_variant_records(variants[spec.name], column=spec, data_dir=data_dir)
     results = {}
     for spec in selected:
-        with Activity(f"verifying {spec.name} shards") as now:
+        with Activity(f"verifying {spec.name} shards") as activity:
             results[spec.name] = verify_variant(
-                opened[spec.name],
+                variants[spec.name],
                 column=spec,
                 deep=deep,
                 num_workers=len(os.sched_getaffinity(0)),
-                on_shard=now.counter(f"verifying {spec.name} shards"),
-                on_deep_shard=now.counter(f"checking samples of {spec.name} shards"),
+                on_shard=activity.counter(f"verifying {spec.name} shards"),
+                on_deep_shard=activity.counter(f"checking samples of {spec.name} shards"),
             )
     if json:
         values = {name: asdict(verified) for name, verified in results.items()}
@@ -128,7 +128,7 @@ def verify(
     damaged = [spec for spec in selected if results[spec.name].num_problems]
     if damaged or records:
         texts = [
-            failure_text(results[spec.name], opened[spec.name], column=spec, data_dir=data_dir) for spec in damaged
+            failure_text(results[spec.name], variants[spec.name], column=spec, data_dir=data_dir) for spec in damaged
         ]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
@@ -158,8 +158,8 @@ def inspect(
     chunks: Annotated[
         int | None,
         Parameter(
-            help="Number of chunks on the page of --html, drawn evenly from splits and videos, 1 or more. Each file "
-            "shows 150. Default: 150."
+            help="Number of chunks on the page of --html, drawn evenly from splits and videos, 1 or more. More "
+            "than 150 chunks are divided into several files. Default: 150."
         ),
     ] = None,
     column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
@@ -203,9 +203,9 @@ def inspect(
             )
         if chunks is not None and chunks < 1:
             raise UserError(f"--chunks {chunks} is below 1", hint="use a number of 1 or more")
-        writing = f"writing {html}"
-        with Activity(writing) as now:
-            request = PageRequest(html, where, chunks, now.counter(f"{writing}, reading chunks"))
+        activity_text = f"writing {html}"
+        with Activity(activity_text) as activity:
+            request = PageRequest(html, where, chunks, activity.counter(f"{activity_text}, reading chunks"))
             report = write_page(opened, request)
         show(report, json=json)
         return
@@ -256,7 +256,7 @@ def gc(
     older_than: Annotated[
         str | None,
         Parameter(
-            help="Minimum time since the last change of a variant to remove, such as 7d or 12h. Default: no minimum."
+            help="Remove only variants that have not changed for this time, such as 7d or 12h. Default: no limit."
         ),
     ] = None,
     data: Data = Path("data"),
@@ -264,10 +264,10 @@ def gc(
 ) -> None:
     """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
-    Files that do not belong to the format are never removed. All variants and shards of a column are kept while its
-    current variant is incomplete, damaged or stale. A variant is also kept while its run is unfinished, while it has
-    samples that the current variant lacks because of temporary failures, and while a process or an unfinished training
-    run reads it.
+    Files that do not belong to the format are never removed. All variants and shards of a column are kept while the
+    current variant of the column is incomplete, damaged or stale. A variant is also kept while its run is unfinished,
+    while it has samples that the current variant lacks because of temporary failures, and while a process or an
+    unfinished training run reads it.
 
     Examples:
 
@@ -290,19 +290,19 @@ def gc(
     )
     from clipmill.shards.marks import exclude_new_readers
 
-    younger_than_s = 0.0 if older_than is None else parse_age(older_than, flag="--older-than")
+    min_age_s = 0.0 if older_than is None else parse_age(older_than, flag="--older-than")
     data_dir = require_data_folder(data)
     # Lock all columns, because the uncommitted files of a running command would be mistaken for garbage.
     with ExitStack() as locks:
         for column in columns():
             locks.enter_context(column_lock(data_dir, column=column.name))
         locks.enter_context(folder_lock(data_dir))
-        rules = KeepRules(locks.enter_context(exclude_new_readers(data_dir)), keep, younger_than_s)
+        rules = KeepRules(locks.enter_context(exclude_new_readers(data_dir)), keep, min_age_s)
         with Activity("looking for files that are no longer needed"):
             garbage, bucket_garbage = find_garbage(data_dir, rules), find_bucket_garbage(data_dir)
-        removing = f"removing {count_noun(len(garbage.items), 'file')}"
-        with Activity(removing) as now:
-            removed = None if dry_run else remove(garbage, on_item=now.counter(removing))
+        activity_text = f"removing {count_noun(len(garbage.items), 'file')}"
+        with Activity(activity_text) as activity:
+            removed = None if dry_run else remove(garbage, on_item=activity.counter(activity_text))
             abort_uploads([] if dry_run else bucket_garbage.uploads, data_dir)
     if json:
         print(json_module.dumps(garbage_values(garbage, bucket_garbage, removed), indent=1))
@@ -323,8 +323,8 @@ def use(
 ) -> None:
     """Make a variant the current variant of its column, which training reads. No file is removed.
 
-    Running training keeps reading its variant. The next run of the column's command makes the variant of its settings
-    current again.
+    Running training keeps reading its variant. The next run of the column's command makes the variant with the
+    settings of that command current again.
 
     Example:
 
@@ -345,16 +345,16 @@ def use(
         raise UserError(f"{variant} is a variant of several columns: {names}", hint="choose one with --column")
     name = owners[0].name
     with column_lock(data_dir, column=name):
-        opened, former = Variant(variant_dir(data_dir, name, variant)), current_variant(data_dir, name)
-        problems = problems_of(opened)
-        if problems or not opened.shards():
+        new_variant, former_name = Variant(variant_dir(data_dir, name, variant)), current_variant(data_dir, name)
+        problems = problems_of(new_variant)
+        if problems or not new_variant.shards():
             shards = ", ".join(f"{shard_id:06d} {state}" for shard_id, (state, _) in problems.items())
             raise UserError(
                 f"{variant} of {name} cannot be read: {shards or 'it has no shards'}",
                 hint=f"first run prep {owners[0].command} with the settings of the variant, which `prep status` shows",
             )
         set_current_variant(data_dir, name, variant, keeps_unfinished=True)
-    print(f"current {name}: {variant}" + (f" (it was {former})" if former not in (None, variant) else ""))
+    print(f"current {name}: {variant}" + (f" (it was {former_name})" if former_name not in (None, variant) else ""))
 
 
 ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose failures to retry.")]
@@ -394,8 +394,8 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Variant whose failures to retry. Default: an unfinished variant with failures or, without one, the "
-            "current variant."
+            help="Variant whose failures to retry. Default: the unfinished variant of the last run if it has "
+            "failures, otherwise the current variant."
         ),
     ] = None,
     weights: Annotated[

@@ -113,15 +113,14 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
         moments_us = [
             start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])
         ]
-        shown = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
-        # Replace the source frames in the packet table by frames of the chunk: the first one that shows the source
-        # frame.
+        shown_frames = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
+        # Replace each source frame in the packet table by the first frame of the chunk that shows it.
         frame_flags = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
-        first_shown = {frame: number for number, frame in reversed(list(enumerate(shown)))}
+        first_shown = {frame: number for number, frame in reversed(list(enumerate(shown_frames)))}
         numbers = sorted(first_shown.values())
-        flags = [frame_flags[shown[number]] for number in numbers]
+        flags = [frame_flags[shown_frames[number]] for number in numbers]
         fields |= {"packet_frame": numbers, "packet_flags": flags}
-        return SourceContent(b"", **fields, video=video, row=row, source=source, shown=shown)
+        return SourceContent(b"", **fields, video=video, row=row, source=source, shown_frames=shown_frames)
     try:
         content = video.read(row, "mp4")
     except (Damaged, OSError) as error:
@@ -146,13 +145,13 @@ class SourceContent(ChunkContent):
         video: Shard of the chunk.
         row: Row of the chunk in the shard.
         source: Frames of the source file.
-        shown: Presentation index of the source frame that each frame of the chunk shows.
+        shown_frames: Presentation index of the source frame that each frame of the chunk shows.
     """
 
     video: CommittedShard
     row: int
     source: SourceFrames
-    shown: list[int]
+    shown_frames: list[int]
 
     def frames(self, indices: Sequence[int]) -> "Iterator[VideoFrame]":
         """Decode selected frames, and yield them in presentation order.
@@ -166,22 +165,22 @@ class SourceContent(ChunkContent):
         """
         import av.error
 
-        tables, source_indices = self.video.packet_tables, [self.shown[index] for index in indices]
+        tables, source_indices = self.video.packet_tables, [self.shown_frames[index] for index in indices]
         table, video_id = tables.packet_table(self.row), self.video.index["video_id"][self.row].as_py()
-        closed = tables.has_closed_gops(self.row)
+        is_closed = tables.has_closed_gops(self.row)
         timeline = Timeline.from_json(self.source.timeline)
-        upright = UprightFilter(timeline.shape, aspect=timeline.aspects[0][1])
+        upright_filter = UprightFilter(timeline.shape, aspect=timeline.aspects[0][1])
         counts = Counter(source_indices)  # several frames of the chunk may show the same source frame
         try:
             source_file = SourceFile(source_location(self.video.index_path, video_id))
-            packets = read_source_packets(source_file, self.source, table, counts, is_closed=closed)
+            packets = read_source_packets(source_file, self.source, table, counts, is_closed=is_closed)
             codec, extradata = tables.stream(self.row)
             frames = PacketDecoder().decode(
                 codec=codec, extradata=extradata, packets=packets, is_strict=not table.has_recovery_points
             )
             for number, frame in frames:
                 if number in counts:
-                    yield from repeat(upright.apply(frame), counts.pop(number))
+                    yield from repeat(upright_filter.apply(frame), counts.pop(number))
         except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
             raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
         except (av.error.FFmpegError, ValueError) as error:

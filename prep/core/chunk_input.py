@@ -1,7 +1,7 @@
 """Input of a worker that makes one shard: the chunks with their fingerprints, and samples from earlier commits.
 
-A sample belongs to the content of its chunk and not to its key, so it is reused if the video gets a different name or
-moves to a different shard. Workers import this module, so it loads neither plan nor driver.
+A sample belongs to the content of its chunk and not to its key, so the sample is reused if the video gets a different
+name or the chunk moves to a different shard. Workers import this module, so it loads neither plan nor driver.
 """
 
 import json
@@ -124,7 +124,7 @@ def chunks_of_shard(
 
 def column_failure(error: Exception) -> SourceFailure:
     """Return the failure (column_error) for an exception in the code of a column, with the line that raised it."""
-    # The first frame is the caller. Report the last frame in the folder of the column, rather than one in a library.
+    # The first frame is the caller. Report the last frame in the folder of the column, not a frame in a library.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     column_frames = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
     location = f" ({Path(column_frames[-1].filename).name}, line {column_frames[-1].lineno})" if column_frames else ""
@@ -141,7 +141,7 @@ class OldSamples:
 
     Args:
         variant_dir: Folder of the variant.
-        commits: Commits of the column that may have samples of the chunks. If several have a sample, the first is used.
+        commits: Commits of the column that may have samples of the chunks. The first commit with a sample wins.
         fields: Index fields of the column, including `chunk_fingerprint`.
         fingerprints: Fingerprints of the chunks.
     """
@@ -197,7 +197,7 @@ class Chunk:
         row: Row of the chunk in this shard.
         content: Content hash (hex) of the chunk.
         fingerprint: Hash (hex) of everything that the sample depends on: the content of the chunk and, if the column
-            reads the next chunk, its content.
+            reads the next chunk, the content of the next chunk.
         names: Names of the index fields of the column to make.
         next: Next chunk of the video if the column reads it (`ChunkWork.reads_next`); None at the end of a video.
     """

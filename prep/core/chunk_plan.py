@@ -1,7 +1,8 @@
 """Plan of a column with one sample per chunk: shard N contains the chunks of shard N of `video`.
 
 The shards of such a column (`latents`, `scores`, `captions`) have the IDs, splits and keys of the shards of `video`. A
-plan covers the shards of `video` that are committed when it is made, which is possible while `prep chunk` is running.
+plan covers the shards of `video` that are committed at that time, so planning is possible while `prep chunk` is
+running.
 """
 
 import hashlib
@@ -109,18 +110,18 @@ def read_chunk_shards(
     video_dir: Path,
     commits: Iterable[Commit],
     *,
-    chosen: Mapping[int, tuple[int, ...]] | None = None,
+    row_selection: Mapping[int, tuple[int, ...]] | None = None,
     next_chunks: Mapping[int, NextChunks] | None = None,
     has_sample: HasSample | None = None,
 ) -> tuple[list[ChunkShard], dict[int, Failure]]:
     """Read the committed shards of `video`.
 
     Args:
-        chosen: Selected rows of each shard, keyed by shard ID. Shards without selected rows are omitted. None for all
-            rows.
+        row_selection: Selected rows of each shard, keyed by shard ID. Shards without selected rows are omitted.
+            None for all rows.
         next_chunks: Next chunks of each shard, keyed by shard ID; None if samples do not depend on them.
         has_sample: Function that takes the length of a chunk and returns True if the chunk gets a sample; None if all
-            chunks do.
+            chunks get one.
 
     Returns:
         Shards, and the failures of shards whose index is unreadable, keyed by shard ID.
@@ -131,7 +132,7 @@ def read_chunk_shards(
             lambda commit: _read_chunk_shard(
                 video_dir,
                 commit,
-                rows=None if chosen is None else chosen.get(commit.shard_id, ()),
+                rows=None if row_selection is None else row_selection.get(commit.shard_id, ()),
                 next_chunks=None if next_chunks is None else next_chunks.get(commit.shard_id, {}),
                 has_sample=has_sample,
             ),
@@ -194,7 +195,7 @@ def _read_chunk_shard(
     )
 
 
-_DIGITS = "S32"  # NumPy dtype of a chunk fingerprint
+_FINGERPRINT_DTYPE = "S32"  # NumPy dtype of a chunk fingerprint
 
 
 class ShardLookup:
@@ -205,8 +206,8 @@ class ShardLookup:
     """
 
     def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
-        pairs = [(shard_id, np.array(hashes, _DIGITS)) for shard_id, hashes in fingerprints if len(hashes)]
-        digits = np.concatenate([np.empty(0, _DIGITS), *(hashes for _, hashes in pairs)])
+        pairs = [(shard_id, np.array(hashes, _FINGERPRINT_DTYPE)) for shard_id, hashes in fingerprints if len(hashes)]
+        digits = np.concatenate([np.empty(0, _FINGERPRINT_DTYPE), *(hashes for _, hashes in pairs)])
         shard_ids = np.repeat([shard_id for shard_id, _ in pairs], [len(hashes) for _, hashes in pairs])
         order = np.argsort(digits, kind="stable")
         self._digits, self._shard_ids = digits[order], shard_ids[order]
@@ -216,7 +217,7 @@ class ShardLookup:
 
     def find(self, fingerprints: Sequence[str]) -> list[int]:
         """Return the IDs of the shards with data about any of the chunks, in ascending order."""
-        digits = np.array(fingerprints, _DIGITS)
+        digits = np.array(fingerprints, _FINGERPRINT_DTYPE)
         starts, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
         pairs = zip(starts.tolist(), ends.tolist(), strict=True)
         return sorted({shard_id for start, end in pairs for shard_id in self._shard_ids[start:end].tolist()})
@@ -271,12 +272,12 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may have samples for a shard: its own, and commits of shards that lost chunks."""
-        same = [shard_id] if shard_id in self.commits else []
-        holding = self.holding(shard_id, self._lost_samples_lookup)
-        return tuple(self.commits[other] for other in dict.fromkeys([*same, *holding]))
+        """Return the commits that may have samples for a shard: its commit, and commits of shards that lost chunks."""
+        committed_ids = [shard_id] if shard_id in self.commits else []
+        source_ids = self.find_shards(shard_id, self._lost_samples_lookup)
+        return tuple(self.commits[other] for other in dict.fromkeys([*committed_ids, *source_ids]))
 
-    def holding(self, shard_id: int, lookup: ShardLookup) -> list[int]:
+    def find_shards(self, shard_id: int, lookup: ShardLookup) -> list[int]:
         """Return the IDs of the shards in `lookup` with data about chunks of a shard."""
         if len(lookup):
             with suppress(Damaged, OSError):  # the worker reports unreadable indexes
@@ -311,7 +312,7 @@ def plan_chunks(
         retry_codes: Codes of failures to retry even if nothing has changed.
         reads_next: True if samples also depend on the next chunks.
         has_sample: Function that takes the length of a chunk and returns True if the chunk gets a sample; None if all
-            chunks do.
+            chunks get one.
 
     Raises:
         UserError: The `where` of the settings selects no chunk, or uses scores that the chunks do not have.
@@ -328,7 +329,7 @@ def plan_chunks(
     chunk_shards, unreadable = read_chunk_shards(
         video_dir,
         video.commits.values(),
-        chosen=row_selection,
+        row_selection=row_selection,
         next_chunks=find_next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
@@ -389,8 +390,8 @@ def selected_rows(
     return {shard_id: tuple(np.flatnonzero(mask).tolist()) for shard_id, mask in zip(shard_ids, masks, strict=True)}
 
 
-_NUMBERS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
-_NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMBERS]
+_NUMERIC_COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "width", "height")
+_NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMERIC_COLUMNS]
 
 
 def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, NextChunks]:
@@ -415,7 +416,7 @@ def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int
     video_row = video.dictionary_encode().combine_chunks().indices.to_numpy()
     columns = {
         name: np.concatenate([index[name].to_numpy() for index in indexes.values()]).astype(np.int64)
-        for name in _NUMBERS
+        for name in _NUMERIC_COLUMNS
     }
     shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
     row = np.concatenate([np.arange(len(index)) for index in indexes.values()])

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from clipmill.prep.core.request import Request
     from clipmill.prep.core.run import Summary
 
-_NAMES = ("video_id", "start_ms", "chunk_fingerprint")
+_REQUIRED_FIELDS = ("video_id", "start_ms", "chunk_fingerprint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +86,24 @@ class ChunkWork:
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
         weights: Function recipe -> path of local weights, which is recorded with the run; None without local weights.
         needs: Import path of a function that checks the machine of a worker, and the name of the recipe value to pass
-            to it. The function returns the reason why the machine must not work, or None. None: no check.
-        workers: Function (plan, request) -> `Workers`. None: as many workers as the request sets, without GPUs.
+            to it. The function returns the reason why the machine must not work, or None. None to skip the check.
+        workers: Function (plan, request) -> `Workers`. None for as many workers as the request sets, without GPUs.
         extra_input: Function plan -> function shard ID -> further input of the worker that makes the shard, such as
             files of other shards (`Chunks.extra_input`).
         reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Then
             the sample is made again if the next chunk is added, changed or removed. Default: False.
-        has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None: all chunks do.
+        has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None for all chunks.
         on_plan: Function (plan, request) that is called with each complete plan. It raises UserError if the plan is
             invalid, or makes a few samples for the estimate (`PlanRequest.trial`).
         memory_gb: Memory to reserve for each worker on a cluster, in GB.
         is_function_of_plan: True if the same plan always produces the same bytes.
-        estimate: Function plan -> lines and JSON values about the cost of the plan. None: the duration of the chunks.
+        estimate: Function plan -> lines and JSON values about the cost of the plan. None for the chunk duration.
         summary: Function (plan, result of the run, names of the extra files that the run wrote) -> lines and JSON
-            values for the report. None: lines about these files.
-        left_out: Function plan -> lines about what the plan omits, for `prep status`. Estimate and summary include them
-            too.
+            values for the report. None to report these files.
+        left_out: Function plan -> lines about what the plan omits, for `prep status`. The estimate and the summary
+            also include these lines.
         has_cpu_speed: True if the report of a run includes the speed per CPU core.
-        extra_folders: See `ColumnWork`, also for `extra_files`, `sample_facts`, `write_page` and `next_command`.
+        extra_folders: See `ColumnWork`, which also describes the attributes below.
     """
 
     fields: Sequence[pa.Field]
@@ -133,7 +133,7 @@ class ChunkWork:
 
     def __post_init__(self) -> None:
         names = [field.name for field in self.fields]
-        if missing := [name for name in _NAMES if name not in names]:
+        if missing := [name for name in _REQUIRED_FIELDS if name not in names]:
             raise ValueError(f"the fields lack {', '.join(missing)}; use clipmill.shards.format.chunk_fields")
         if isinstance(self.extension, str):
             require_extension(self.extension)
@@ -150,7 +150,7 @@ class ChunkWork:
 
 
 _END = object()  # default of next() after the last outcome
-_AT_LEAST_1 = ("num_frames", "fps_num", "fps_den")
+_POSITIVE_FIELDS = ("num_frames", "fps_num", "fps_den")
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _check_sample(chunk: Chunk, sample: Sample, work: ChunkWork) -> None:
         # Arrow would silently store 2.5 as 2.
         if pa.types.is_integer(field.type) and value != int(value):
             raise ValueError(f"{field.name} is {value!r}, which is not an integer")
-        if field.name in _AT_LEAST_1 and value < 1:
+        if field.name in _POSITIVE_FIELDS and value < 1:
             raise ValueError(f"{field.name} is {value!r}, but must be 1 or more")
         if value != chunk_values.get(field.name, value):
             raise ValueError(f"{field.name} is {value!r}, but the chunk has {chunk_values[field.name]!r}")

@@ -34,12 +34,12 @@ from clipmill.shards.columns import VIDEO, command_for
 DATA_VARIABLE = "CLIPMILL_DATA"
 ENGINE_FLAGS = ("engine", "address")  # flags that are recorded with a run if the user passed them
 # Names that a setting must not have, because all recipes or the flags of all columns use them (`prep/core/request.py`).
-TAKEN_SETTINGS = frozenset(
+RESERVED_NAMES = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "part_run", "variant", "monitoring"}
 )
 WEIGHTS = "weights"  # name of the path of a local model, which is recorded with a run; recipes contain a hash instead
-StoredRecipe = Mapping[str, Any]  # content of recipe.json, in some uses merged with the request of the last run
+StoredRecipe = Mapping[str, Any]  # content of recipe.json; some callers merge it with the request of the last run
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ColumnSpec:
             runs in workers that import only its module.
         settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME`. All fields except fields
             marked `NOT_STORED` are part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field
-            may have a name in `TAKEN_SETTINGS`.
+            may have a name in `RESERVED_NAMES`.
         schema: Version of the recipe. Increment it when the same settings start to produce different bytes.
         help: Help of `prep NAME`: a first sentence that begins with a verb, further text, and an example.
         plan_help: Help of `prep plan NAME`; empty for a default text.
@@ -136,7 +136,7 @@ class ColumnSpec:
         has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
         page: Description of the page that `prep inspect --html` writes, as a clause; empty if there is no page.
         read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that
-            reproduce the variant. None if the settings have the names of the stored values.
+            reproduce the variant. None if stored values and settings have the same names.
         write_flags: Function settings -> flags of `prep NAME` that reproduce them. None if each setting has a flag of
             the same name.
         settings_line: Function stored recipe -> line of text with its settings.
@@ -164,8 +164,8 @@ class ColumnSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not is_dataclass(self.settings):
             raise TypeError(f"settings of column {self.name!r} are not a dataclass")
-        if taken := sorted({field.name for field in fields(self.settings)} & TAKEN_SETTINGS):
-            raise ValueError(f"column {self.name!r} has a setting {taken[0]!r}, a name that all columns use already")
+        if reserved := sorted({field.name for field in fields(self.settings)} & RESERVED_NAMES):
+            raise ValueError(f"column {self.name!r} has a setting {reserved[0]!r}, a name that all columns use already")
         if type(self.schema) is not int:
             raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is not an integer")
 
@@ -244,9 +244,9 @@ def data_flags(data: Path) -> list[str]:
 
 
 def short_path(path: Path) -> str:
-    """Return a path for messages: relative to the current folder if it is inside, otherwise as it is.
+    """Return a path for messages, relative to the current folder if the path is inside it, otherwise unchanged.
 
-    A path in the working copy of a bucket stays as it is, because it is replaced by a URL when it is printed.
+    A path in the working copy of a bucket is not changed, because it is replaced by a URL when it is printed.
     """
     if mirror_of(path) is not None:
         return os.fspath(path)

@@ -27,7 +27,7 @@ from clipmill.shards.tars import TarBytes
 
 
 def bucket_tars(data_dir: Path) -> TarBytes | None:
-    """Return a reader of byte ranges for the tars of a data folder in a bucket; None if the folder is local."""
+    """Return a byte-range reader for the tars of a data folder in a bucket; None if the folder is local."""
     mirror = mirror_of(data_dir)
     return None if mirror is None else BucketTars(mirror)
 
@@ -87,37 +87,37 @@ class ColumnArrays:
             )
         return cls(name, opened, read_chunk_rows(opened))
 
-    def numbers(self, name: str) -> NDArray[Any]:
+    def field_values(self, name: str) -> NDArray[Any]:
         """Return a numeric field of all samples, [samples]."""
         values: NDArray[Any] = self.rows.table[name].to_numpy()
         return values
 
-    def array(self, number: int) -> NDArray[np.float16]:
+    def array(self, row: int) -> NDArray[np.float16]:
         """Read and verify the array of a sample.
 
         Args:
-            number: Row of the sample in `rows`.
+            row: Row of the sample in `rows`.
 
         Raises:
             UserError: The array is damaged or missing.
         """
-        row = self.rows.table.slice(number, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
-        shard = self.variant.shard(row["shard"])
+        entry = self.rows.table.slice(row, 1).select(["shard", "row", "offset", "size", "crc32"]).to_pylist()[0]
+        shard = self.variant.shard(entry["shard"])
         try:
-            payload = shard.read_range(row["offset"], row["size"])
+            payload = shard.read_range(entry["offset"], entry["size"])
         except DamagedTar as error:
             raise UserError(str(error), hint=how_to_repair()) from None
         except FileNotFoundError:
             raise UserError(f"{shard.tar_path} is missing", hint=how_to_repair()) from None
         array = None
-        if zlib.crc32(payload) == row["crc32"]:
+        if zlib.crc32(payload) == entry["crc32"]:
             if self.rows.member.endswith(".zst"):
-                shape = [int(self.numbers(name)[number]) for name in ("num_frames", "channels", "height", "width")]
+                shape = [int(self.field_values(name)[row]) for name in ("num_frames", "channels", "height", "width")]
                 payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + 2 * prod(shape))
             array = load_npy(payload)
         if array is None:
             raise UserError(
-                f"{shard.tar_name}: the array in row {row['row']} does not match its checksum",
+                f"{shard.tar_name}: the array in row {entry['row']} does not match its checksum",
                 hint=how_to_repair(),
             )
         return array

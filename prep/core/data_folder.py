@@ -24,7 +24,7 @@ from clipmill.shards.opening import Damaged
 
 PROBES_FILE = "probes.parquet"
 SHOTS_FILE = "shots.parquet"
-# Files that a command may write while it holds the lock of the data folder, whatever column it makes.
+# Files that a command for any column may write while it holds the lock of the data folder.
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE, SHOTS_FILE})
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
@@ -101,7 +101,7 @@ def lock_path(data_dir: Path, column: str) -> Path:
 
 
 def part_lock_names(column: str) -> re.Pattern[str]:
-    """Return the pattern of the names of part locks (`parts.py`), with groups for the number and count of the part."""
+    """Return a pattern that matches the names of part locks (`parts.py`), with groups for part number and count."""
     return re.compile(rf"\.{re.escape(column)}\.part-(\d+)-of-(\d+)\.lock", re.ASCII)
 
 

@@ -182,7 +182,7 @@ MACHINE_FAULTS = frozenset(
     }
 )
 
-# Failures because object storage or a web server refused a request.
+# Failures caused by a request that object storage or a web server refused.
 REFUSALS = frozenset({FailureCode.ACCESS_REFUSED, FailureCode.STORAGE_REFUSED})
 
 # Failures with two possible causes: a machine that lacks a mount, or a few bad samples.

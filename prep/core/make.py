@@ -56,7 +56,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # A dry run holds no lock, without which workers must not write, so this process probes all sources itself.
+            # Workers must not write without a lock, and a dry run holds none, so this process probes the sources.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:
@@ -89,10 +89,10 @@ def retry_column(column: ColumnSpec, stored: StoredRecipe, *, weights: str | Non
     Args:
         stored: Recipe, merged with the request of the last run (`variants.stored_request`).
         weights: Path of local weights; None for the weights of the last run.
-        request: Flags of `prep retry`. A flag that is None has its value from the last run.
+        request: Flags of `prep retry`. A flag that is None takes its value from the last run.
 
     Raises:
-        UserError: A different version wrote the recipe, or see `make_column`.
+        UserError: The recipe was written by a different version. See also `make_column`.
         FailedWork: See `make_column`.
     """
     kind = column.request_type
@@ -120,7 +120,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
 
     budget = parse_budget(request.max_failures)
     request.check()
-    with request.monitoring.begin(), Activity("planning") as now:
+    with request.monitoring.begin(), Activity("planning") as activity:
         work = work_of(column)
         part = None if request.part is None else Part.parse(request.part)
         data_dir = require_data_folder(request.data)
@@ -131,7 +131,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             else writing_part(data_dir, part, column=column.name) as part_run
         ):
             plan = work.plan(data_dir, settings, replace(request, part_run=part_run))
-            now.say("", work=column.activity)
+            activity.say("", work=column.activity)
             summary = work.run(plan, settings, request, part_run)
             assert part_run is None or part_run.is_last is not None, f"{column.package} does not run its plan in parts"
         list_path = plan.variant_dir / FAILURES_FILE

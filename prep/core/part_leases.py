@@ -1,4 +1,4 @@
-"""Locks of a part for a data folder in a bucket: leases, which all machines see and which expire.
+"""Locks of a part for a data folder in a bucket: leases, which expire and are visible on all machines.
 
 A part and a command without `--part` exclude each other without a common lock: each first takes its own lease and then
 reads the other leases. At least one of the two sees the other, and is refused. Reading an expired lease releases it, so
@@ -34,13 +34,13 @@ class PartLeases:
     def lock_column(self) -> None:
         """Raise a UserError if the column is locked. `lock_part` checks again, during the turn."""
         for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock_name))).values():
-            by = f"{record.get('holder')} since {record.get('since')}"
-            raise column_is_written(self._copy.folder, self._column, by=by)
+            holder = f"{record.get('holder')} since {record.get('since')}"
+            raise column_is_written(self._copy.folder, self._column, holder=holder)
 
-    def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return "": parts need not report their shards, because objects are visible at once."""
+    def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
+        """Wait for the turn, and return "": parts do not report their shards, as objects are visible immediately."""
         turn = Lease(
-            self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=doing
+            self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=activity
         )
         turn.wait(on_wait=on_wait)
         self._turn_held.enter_context(self._copy.leases.hold(turn))
@@ -61,7 +61,8 @@ class PartLeases:
         try:
             self._part_lock.take_over(
                 on_wait=lambda holder: sys.stderr.write(
-                    f"part {self._part} waits: {holder} has its lock; it expires after {EXPIRY_S:g} s without renewal\n"
+                    f"part {self._part} waits: {holder} has its lock, "
+                    f"which expires after {EXPIRY_S:g} s without renewal\n"
                 )
             )
         except LeaseHeld as held:
@@ -71,8 +72,8 @@ class PartLeases:
         self.lock_column()
         return None
 
-    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
-        self._part_lock.note(f"{makes}\n{source}\n{stage}")
+    def note_part(self, *, variant: str = "", source: str = "", stage: str = "") -> None:
+        self._part_lock.note(f"{variant}\n{source}\n{stage}")
 
     def leave_turn(self, text: str) -> None:
         self._turn_held.close()

@@ -7,7 +7,7 @@ of locks: the lock of the column, which all parts share and which excludes comma
 part; and the turn, which one part at a time holds for a short time. A part
 
 1. shares the lock of the column, waits for the turn, and then takes the lock of its own number. It is refused if a
-   command without `--part`, the same part, or parts of a different count are running.
+   command without `--part`, the same part, or a part of a run with a different number of parts is running.
 2. keeps the turn, if no other part is running, until everything that the parts share is published: probes, shots,
    layout and the folder of the variant. The other parts wait, and then read these files. Before that, the parts of
    `video` probe the sources together: a part claims a share of the sources during a turn, by a note in its lock file,
@@ -18,8 +18,8 @@ part; and the turn, which one part at a time holds for a short time. A part
    failures and current variant. Otherwise it ends, and the last part finishes the run.
 
 The kernel releases the locks of a killed part. Parts register and end only during a turn, so exactly one of several
-parts that end at the same time is the last. If the last part is killed, the run is finished by its next attempt, or by
-a command without `--part`.
+parts that end at the same time is the last. If the last part is killed, running this part again or running the
+command without `--part` finishes the run.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
 other parts. A running part therefore touches its lock file, and a part that can lock a file that keeps changing is
@@ -27,8 +27,8 @@ refused. Network file systems may show a new commit late. A part that ends there
 lock file of the turn, which locking keeps up to date, and the last part waits until it sees all shards.
 
 A running part is registered by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which expire
-after a part is killed (`clipmill.prep.core.part_leases`). New objects are visible at once, and are fetched during both
-turns.
+after a part is killed (`clipmill.prep.core.part_leases`). New objects are visible immediately, and are fetched during
+both turns.
 """
 
 import os
@@ -52,8 +52,8 @@ from clipmill.prep.core.data_folder import lock_path, part_lock_names, remove_le
 from clipmill.prep.engines.admission import source_sha256
 
 _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
-SIGN_INTERVAL_S = 1.0  # interval at which a running part touches its file
-_NUM_MISSED_SIGNS = 5  # number of intervals without a sign of life after which a part is assumed to be dead
+TOUCH_INTERVAL_S = 1.0  # interval at which a running part touches its file
+_NUM_MISSED_TOUCHES = 5  # number of intervals without a touch after which a part is assumed to be dead
 _MAX_POLL_S = 15.0  # maximum interval between two checks whether other parts have finished their shares
 _STATUS_LOCK_S = 0.005  # maximum time for which `prep status` holds the lock of a silent part
 
@@ -99,7 +99,7 @@ class RunningPart:
     Attributes:
         part: Number and count of the part.
         holder: Process and node that run the part.
-        makes: Variant that the part makes; empty during planning.
+        variant: Variant that the part makes; empty during planning.
         source: Hash of the source code that the part runs; empty during planning.
         stage: Share of the sources that the part has claimed, or `_PLANS` if the part plans with the files that a
             different part has published.
@@ -107,20 +107,20 @@ class RunningPart:
 
     part: Part
     holder: str
-    makes: str
+    variant: str
     source: str
     stage: str = ""
 
     @classmethod
     def read(cls, note: str, part: Part) -> "RunningPart":
         """Parse the note in the lock file of a part."""
-        holder, makes, source, stage, *_ = [*note.splitlines(), "", "", "", ""]
-        return cls(part, holder or "unknown process", makes, source, stage)
+        holder, variant, source, stage, *_ = [*note.splitlines(), "", "", "", ""]
+        return cls(part, holder or "unknown process", variant, source, stage)
 
     @property
     def is_past_publishing(self) -> bool:
         """True if the files that the parts share were published before this part wrote its note."""
-        return bool(self.makes) or self.stage == _PLANS
+        return bool(self.variant) or self.stage == _PLANS
 
 
 class PartLocks(Protocol):
@@ -133,11 +133,11 @@ class PartLocks(Protocol):
             UserError: A command without `--part` is writing the column, or the data folder is not writable.
         """
 
-    def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
+    def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
         """Wait for the turn, and return the text that the previous part left.
 
         Args:
-            doing: Description of what this part does during the turn, shown to waiting parts.
+            activity: Description of what this part does during the turn, shown to waiting parts.
             on_wait: Function that is called during a long wait, with the description of the part that has the turn.
         """
 
@@ -151,14 +151,14 @@ class PartLocks(Protocol):
     def lock_part(self) -> str | None:
         """Take the lock of this part. If the part is running already, return its holder; otherwise return None."""
 
-    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+    def note_part(self, *, variant: str = "", source: str = "", stage: str = "") -> None:
         """Write the note of this part, with the fields of `RunningPart`."""
 
     def leave_turn(self, text: str) -> None:
         """Release the turn, and leave a text for the part that takes it next."""
 
     def touch(self) -> None:
-        """Give a sign of life."""
+        """Update the modification time of the lock file, to show that this part is running."""
 
     def release(self) -> None:
         """Release all locks except the turn."""
@@ -178,14 +178,14 @@ class PartFiles:
         path = lock_path(self._data_dir, self._column)
         self._column_lock = FileLock.take(path, is_shared=True)
         if self._column_lock is None:
-            raise column_is_written(self._data_dir, self._column, by=holder_of(path))
+            raise column_is_written(self._data_dir, self._column, holder=holder_of(path))
         self._column_lock.note("")  # remove the note of a killed command
 
-    def take_turn(self, doing: str, *, on_wait: Callable[[str], object]) -> str:
+    def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
         path = self._data_dir / f".{self._column}.parts.lock"
         self._turn = FileLock.wait(path, on_wait=lambda: on_wait(holder_of(path).partition("\n")[0]))
         _, _, text = path.read_text("utf-8", "replace").partition("\n")
-        self._turn.note(f"{doing}\n{text}")
+        self._turn.note(f"{activity}\n{text}")
         return text
 
     def running(self) -> list[RunningPart]:
@@ -209,9 +209,9 @@ class PartFiles:
         self._part_lock.note(f"{process_label()}\n")
         return None
 
-    def note_part(self, *, makes: str = "", source: str = "", stage: str = "") -> None:
+    def note_part(self, *, variant: str = "", source: str = "", stage: str = "") -> None:
         assert self._part_lock is not None
-        self._part_lock.note(f"{process_label()}\n{makes}\n{source}\n{stage}\n")
+        self._part_lock.note(f"{process_label()}\n{variant}\n{source}\n{stage}\n")
 
     def leave_turn(self, text: str) -> None:
         if self._turn is not None:
@@ -237,14 +237,14 @@ class PartFiles:
             self._column_lock = None
 
 
-def column_is_written(data_dir: Path, column: str, *, by: str) -> UserError:
+def column_is_written(data_dir: Path, column: str, *, holder: str) -> UserError:
     """Return the error of a part if a command without `--part` is writing the column.
 
     Args:
-        by: Holder of the lock of the column; empty if unknown.
+        holder: Holder of the lock of the column; empty if unknown.
     """
     return UserError(
-        f"another command is writing to {data_dir} ({by or 'unknown'})",
+        f"another command is writing to {data_dir} ({holder or 'unknown'})",
         hint=f"wait until the command, which makes column {column} without --part, has finished, or stop it",
     )
 
@@ -260,15 +260,16 @@ def take_part_lock(path: Path) -> FileLock | None:
         time.sleep(_STATUS_LOCK_S)
         lock = FileLock.take(path)
     holder = holder_of(path).partition("\n")[0]
-    node, here = holder.rpartition(" on ")[2], os.uname().nodename
-    if lock is None or node in ("", here):
+    node, this_node = holder.rpartition(" on ")[2], os.uname().nodename
+    if lock is None or node in ("", this_node):
         return lock
     changed_ns = _changed_ns(path)
-    time.sleep(_NUM_MISSED_SIGNS * SIGN_INTERVAL_S)
+    time.sleep(_NUM_MISSED_TOUCHES * TOUCH_INTERVAL_S)
     if _changed_ns(path) != changed_ns:
         lock.release()
         raise UserError(
-            f"locks in {path.parent} do not reach other nodes: {holder} holds {path.name}, which was free on {here}",
+            f"locks in {path.parent} do not reach other nodes: {holder} holds {path.name}, "
+            f"which was free on {this_node}",
             hint="mount NFS without the options nolock and local_lock, and Lustre with the option flock",
         )
     return lock
@@ -325,7 +326,8 @@ class PartRun:
 
         Raises:
             UserError: A command without `--part` is writing the column, the data folder is not writable, this part is
-                running already, parts of a different count are running, or locks do not reach other nodes.
+                running already, a part of a run with a different number of parts is running, or locks do not reach
+                other nodes.
         """
         self._locks.lock_column()
         self._take_turn("planning")
@@ -357,7 +359,7 @@ class PartRun:
             find_unfinished: Function that returns the numbers of the shares without a result. It is called during a
                 turn.
         """
-        interval_s = SIGN_INTERVAL_S
+        interval_s = TOUCH_INTERVAL_S
         while True:
             if not self._has_turn:
                 self._take_turn("planning")
@@ -374,7 +376,7 @@ class PartRun:
                 refresh(self.data_dir)
             if share is not None or not self.is_first:
                 return share
-            if interval_s == SIGN_INTERVAL_S:
+            if interval_s == TOUCH_INTERVAL_S:
                 sys.stderr.write(f"part {self.part} waits: other parts are probing the last sources\n")
             time.sleep(interval_s)
             interval_s = min(2 * interval_s, _MAX_POLL_S)
@@ -395,9 +397,10 @@ class PartRun:
         source = (source_sha256(package) or "unknown")[:8]
         name = variant if where is None else f"{variant} where {' '.join(where.split())}"
         for other in self._locks.running():
-            if other.makes not in ("", name):
+            if other.variant not in ("", name):
                 raise UserError(
-                    f"part {self.part} would make {name}, but part {other.part}, which is running, makes {other.makes}",
+                    f"part {self.part} would make {name}, but part {other.part}, which is running, "
+                    f"makes {other.variant}",
                     hint="use the same settings for all parts, or wait until the other parts have ended",
                 )
             if other.source not in ("", source):
@@ -406,7 +409,7 @@ class PartRun:
                     f"has source {other.source} ({other.holder})",
                     hint="install the same version of clipmill on all nodes",
                 )
-        self._locks.note_part(makes=name, source=source)
+        self._locks.note_part(variant=name, source=source)
         if not self.is_first:
             self._leave_turn()
 
@@ -466,7 +469,7 @@ class PartRun:
         self.not_made[self.part_of(number)] += count
 
     def touch(self) -> None:
-        """Give a sign of life."""
+        """Update the modification time of the lock file, to show that this part is running."""
         self._locks.touch()
 
     def line(self) -> str:
@@ -492,9 +495,9 @@ class PartRun:
             "not_made": {str(part): number for part, number in sorted(self.not_made.items())},
         }
 
-    def _take_turn(self, doing: str) -> None:
+    def _take_turn(self, activity: str) -> None:
         text = self._locks.take_turn(
-            f"part {self.part} is {doing} ({process_label()})",
+            f"part {self.part} is {activity} ({process_label()})",
             on_wait=lambda holder: sys.stderr.write(f"part {self.part} waits: {holder or 'for another part'}\n"),
         )
         self._has_turn = True
@@ -517,19 +520,19 @@ def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun
     run, has_ended = PartRun(data_dir, column, part), Event()
     try:
         run.register()
-        signs = Thread(target=_send_signs, args=(run, has_ended), daemon=True)
-        signs.start()
+        toucher = Thread(target=_touch_repeatedly, args=(run, has_ended), daemon=True)
+        toucher.start()
         try:
             if run.is_first:
                 remove_leftovers(data_dir, column=column)
             yield run
         finally:
             has_ended.set()
-            signs.join()
+            toucher.join()
     finally:
         run.leave()
 
 
-def _send_signs(run: PartRun, has_ended: Event) -> None:
-    while not has_ended.wait(SIGN_INTERVAL_S):
+def _touch_repeatedly(run: PartRun, has_ended: Event) -> None:
+    while not has_ended.wait(TOUCH_INTERVAL_S):
         run.touch()

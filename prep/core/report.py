@@ -39,7 +39,7 @@ _REASONS = {
     ShardState.CORRUPT: "files are damaged; intact samples are copied",
 }
 # States in which each shard is listed with its reason.
-_LISTED = (ShardState.MISSING, ShardState.CORRUPT)
+_LISTED_STATES = (ShardState.MISSING, ShardState.CORRUPT)
 
 
 def show(report: Report, *, json: bool) -> None:
@@ -73,11 +73,11 @@ def states_lines(
     kept_shards = [shard for shard in shards if shard.state == ShardState.CURRENT]
     if kept_shards:
         num_failed = sum(shard.num_failed for shard in kept_shards)
-        num_held = sum(shard.num_chunks for shard in kept_shards) - num_failed
-        kept_samples = f"{count_noun(num_held, sample)} in {count_noun(len(kept_shards), 'shard')}"
+        num_kept = sum(shard.num_chunks for shard in kept_shards) - num_failed
+        kept_samples = f"{count_noun(num_kept, sample)} in {count_noun(len(kept_shards), 'shard')}"
         lines.append(f"kept     {kept_samples}{f'; {num_failed:,} failed, see prep status' if num_failed else ''}")
-        hold_reasons = {shard.reason for shard in kept_shards if shard.reason.startswith("kept, ")}
-        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(hold_reasons)]
+        keep_reasons = {shard.reason for shard in kept_shards if shard.reason.startswith("kept, ")}
+        lines += [f"         {reason.removeprefix('kept, ')}" for reason in sorted(keep_reasons)]
     # Shards with the same reason share a line, because a plan may have thousands of shards.
     groups: dict[str, _Group] = {}
     for shard in shards:
@@ -90,11 +90,11 @@ def states_lines(
             group.num_copied += shard.num_copied or 0
             group.num_made += shard.num_chunks - (shard.num_copied or 0)
             group.is_known &= shard.num_copied is not None or shard.state == ShardState.NEW
-    lines += [f"to do    {_work(group, sample, verb)}: {reason}" for reason, group in groups.items()]
+    lines += [f"to do    {_work_text(group, sample, verb)}: {reason}" for reason, group in groups.items()]
     removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
-    because = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
-    lines += [f"to do    {count_noun(count, 'shard')} removed: {reason}" for reason, count in because.items()]
-    listed_shards = [shard for shard in shards if shard.state in _LISTED]
+    removals = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
+    lines += [f"to do    {count_noun(count, 'shard')} removed: {reason}" for reason, count in removals.items()]
+    listed_shards = [shard for shard in shards if shard.state in _LISTED_STATES]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed_shards[:MAX_LISTED]]
     if len(listed_shards) > MAX_LISTED:
         lines.append(f"... and {count_noun(len(listed_shards) - MAX_LISTED, 'more shard')}")
@@ -185,7 +185,7 @@ def summary_report(
     return Report("\n".join(lines), values)
 
 
-def _work(group: _Group, sample: str, verb: str) -> str:
+def _work_text(group: _Group, sample: str, verb: str) -> str:
     """Describe the work of a group of shards, such as "12 chunks encoded and 6 copied into 2 shards"."""
     into = f"into {count_noun(group.num_shards, 'shard')}"
     made = f"{count_noun(group.num_made, sample)} {verb.removesuffix('e')}ed"
@@ -260,7 +260,7 @@ def with_ending(
         next_command = [*next_command, "--part", *not_made] if len(not_made) == 1 else next_command
     if has_ended and current is not None and current != variant_dir.name:
         next_command = next_command or retry_arguments(column, data=data)
-        lost = lost_samples(variant_dir.parent.parent, column.name, variant=variant_dir.name, former=current)
+        lost = lost_samples(variant_dir.parent.parent, column.name, variant=variant_dir.name, former_variant=current)
         lines += [
             f"current  {current} stays the current variant: {_why_not_current(variant_dir.name, lost)}",
             f"         to complete {variant_dir.name} and make it the current one, run: {shlex.join(next_command)}",
@@ -294,7 +294,7 @@ def _why_not_current(variant: str, lost: Sequence[Failure]) -> str:
 def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> str:
     """Explain why the variant of the last run is not the current variant, and which command completes it."""
     data = variant_dir.parent.parent
-    lost = lost_samples(data, column.name, variant=variant_dir.name, former=current)
+    lost = lost_samples(data, column.name, variant=variant_dir.name, former_variant=current)
     command = shlex.join(retry_arguments(column, data=data))
     with suppress(UserError):  # the recipe was written by a different version of clipmill
         command = command if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
@@ -320,7 +320,7 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     other_variants = [
         name
         for name in list_variants(data, column)
-        if name != directory.name and not lost_samples(data, column, variant=directory.name, former=name)
+        if name != directory.name and not lost_samples(data, column, variant=directory.name, former_variant=name)
     ]
     stray = [
         path
@@ -372,11 +372,11 @@ def length_of(variant: Variant) -> Length:
     known = variant.commits.shard_seconds()
     unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        lengths = [*known.values(), *pool.map(_seconds, unknown)]
+        lengths = [*known.values(), *pool.map(_read_seconds, unknown)]
     return Length(sum(seconds or 0.0 for seconds in lengths), lengths.count(None))
 
 
-def _seconds(shard: CommittedShard) -> float | None:
+def _read_seconds(shard: CommittedShard) -> float | None:
     try:
         return index_seconds(shard.index_path)
     except (Damaged, OSError):
@@ -384,7 +384,7 @@ def _seconds(shard: CommittedShard) -> float | None:
 
 
 def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Append the unusable files that a run rebuilds from the shards to the report of a plan without other work.
+    """Append unusable files, which a run rebuilds from the shards, to the report of a plan without other work.
 
     Raises:
         UserError: The records of the variant are damaged.

@@ -333,7 +333,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
         name: Path of a local folder, or name of a model on the Hub, such as google/umt5-xxl.
         files: Glob patterns of the files to download.
         what: Noun for the model in messages, such as "VAE"; "" for none.
-        flag: Flag that selects the model, for messages; with its value if that differs from `name`.
+        flag: Flag that selects the model, for messages. It includes the flag's value if that differs from `name`.
         hint: Hint of the errors.
 
     Raises:
@@ -356,7 +356,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
             return Path(snapshot_download(name, allow_patterns=list(files)))
     # All exceptions for network, cache and server errors derive from these classes.
     except (OSError, HFValidationError, ValueError) as error:
-        the = f"the {what} " if what else ""
+        article = f"the {what} " if what else ""
         raise UserError(
-            f'{the}"{name}" cannot be downloaded from the Hugging Face Hub: {first_line(error)}', hint=hint
+            f'{article}"{name}" cannot be downloaded from the Hugging Face Hub: {first_line(error)}', hint=hint
         ) from None

@@ -33,10 +33,10 @@ from clipmill.shards.dataset import begin_variant, current_variant, set_current_
 from clipmill.shards.lists import finish_run
 from clipmill.shards.reader import Variant
 
-# Number of consecutive shards that stop for the same reason after which the run gives up, keyed by failure code.
-_MOST_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
-_MOST_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # the file system with the sources was probably unmounted
-_MOST_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
+# Number of consecutive shards with the same stop code after which the run gives up, keyed by failure code.
+_MAX_STOPS = {FailureCode.DISK_FULL: 3, FailureCode.ACCESS_REFUSED: 3, FailureCode.ENDPOINT_FAILED: 3}
+_MAX_STOPS |= dict.fromkeys(SOURCE_AWAY, 3)  # the file system with the sources was probably unmounted
+_MAX_STOPS |= {FailureCode.ENDPOINT_REFUSED: 1, FailureCode.OTHER_MODEL: 1, FailureCode.STORAGE_REFUSED: 1}
 
 
 @dataclass
@@ -214,8 +214,8 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
         progress.start()
         yield from (job.task(shard) for shard in work if summary.gave_up is None)
 
-    made, work_done = 0, 0.0
-    num_alike, last_code = 0, None  # number of consecutive shards with the same stop reason
+    num_made, work_done = 0, 0.0
+    num_same_stops, last_code = 0, None  # number of consecutive shards with the same stop reason
     running = RunningChunks(job.variant_dir, shard_ids=num_chunks.keys(), costs=costs)
     with worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket, progress:
         command = job.column.command
@@ -230,7 +230,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 result = outcome.result or stop_result(
                     outcome.task, loss_code(crashed=outcome.crashed), outcome.lost or ""
                 )
-                made += result.num_chunks
+                num_made += result.num_chunks
                 work_done += num_chunks[result.shard_id] * costs[result.shard_id]
                 running.finish(result.shard_id)
                 if meters is not None:
@@ -242,19 +242,19 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                 stop = result.common_cause
                 stop_code = stop.code if stop is not None else None
                 yield result
-                num_alike, last_code = (num_alike if stop_code == last_code else 0) + 1, stop_code
-                if stop is not None and num_alike == _MOST_STOPS.get(stop.code):
+                num_same_stops, last_code = (num_same_stops if stop_code == last_code else 0) + 1, stop_code
+                if stop is not None and num_same_stops == _MAX_STOPS.get(stop.code):
                     summary.gave_up = f"stopped: {stop.message}"
                     if stop.code == FailureCode.STORAGE_REFUSED:
                         summary.exit_code = EXIT_STORAGE_REFUSED
                     if stop.code == FailureCode.DISK_FULL:
-                        summary.gave_up = f"stopped, because the disk was full for {num_alike} consecutive shards"
+                        summary.gave_up = f"stopped, because the disk was full for {num_same_stops} consecutive shards"
                         return
                     # Let the running shards finish: the responses that a server is computing are already paid for.
             num_running = running.num_done()
             if meters is not None:
-                meters.show(column, num_done=made + num_running)
-            progress.show(made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
+                meters.show(column, num_done=num_made + num_running)
+            progress.show(num_made + num_running, work_done + running.work_done(), has_begun=running.has_begun)
 
 
 def _finish(
@@ -263,7 +263,7 @@ def _finish(
     """Remove orphaned commits, write the lists, and make the variant current if it is complete.
 
     Args:
-        part_job: The same job with only the shards of this process.
+        part_job: Copy of `job` with only the shards of this process.
         results: Results that workers reported, keyed by shard ID.
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
@@ -293,8 +293,8 @@ def _finish(
         sys.stderr.write(f"warning: {error}\n{hint}")
     if missing or not summary.num_chunks:  # an empty variant must not replace a different variant
         return
-    column, former = job.column.name, current_variant(job.data_dir, job.column.name)
-    if not lost_samples(job.data_dir, column, variant=job.variant, former=former):
+    column, current = job.column.name, current_variant(job.data_dir, job.column.name)
+    if not lost_samples(job.data_dir, column, variant=job.variant, former_variant=current):
         set_current_variant(job.data_dir, column, job.variant)
 
 
@@ -321,7 +321,7 @@ def _account(
             summary.encoded_s += result.encoded_s
             summary.cpu_s += result.cpu_s
     summary.failures = [failure for commit in commits.values() for failure in commit.failures]
-    # A missing shard counts as a failure of each of its videos; in state RETRY, only of the videos that failed earlier.
+    # A missing shard counts as a failure of each of its videos or, in state RETRY, of each video that failed earlier.
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)

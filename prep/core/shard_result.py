@@ -36,7 +36,7 @@ from clipmill.shards.writer import Sample, ShardWriter
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
 _INTERVAL_S = 0.5
 _STALE_S = 60.0
-_MAX_READING = 0.02  # maximum fraction of the driver's time that is spent on reading heartbeats
+_MAX_READ_FRACTION = 0.02  # maximum fraction of the driver's time that is spent on reading heartbeats
 
 
 class ShardWork(Protocol):
@@ -328,7 +328,7 @@ class RunningChunks:
             self.has_begun = self.has_begun or bool(self._num_done)
             self._total = sum(self._num_done.values())
             end_s = time.monotonic()
-            self._next_s = end_s + max(1.0, (end_s - start_s) / _MAX_READING)
+            self._next_s = end_s + max(1.0, (end_s - start_s) / _MAX_READ_FRACTION)
         return self._total
 
 

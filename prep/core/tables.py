@@ -192,7 +192,7 @@ def stored_or_rebuilt_layout(
         rebuild: Function that rebuilds the layout.
         video_ids: IDs of the videos, in manifest order.
         splits: Splits of the videos, in the same order. If each video has one span and all videos have the same split,
-            the layout contains the same two columns, and shares their memory.
+            the two columns of the layout equal these arrays, and share their memory.
     """
     try:
         if path.exists():

@@ -8,8 +8,8 @@ The selection is not part of the recipe, because the bytes of a sample do not de
 selection keeps the variant and its samples, and makes only missing samples. The selection has its own file because the
 checksum of recipe.json is recorded at the end of a run, but status and plans need the selection from the start.
 
-A variant may replace the current variant unless a temporary failure, such as rejected credentials, a full disk or a
-lost worker, made it lack samples of the current variant. `prep retry`, or the same command, can still make these
+A variant may replace the current variant unless it lacks samples of the current variant because of a temporary failure,
+such as rejected credentials, a full disk or a lost worker. `prep retry`, or the same command, can still make these
 samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow this
 rule (`lost_samples`).
 """
@@ -132,24 +132,24 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 # Codes of failures that may not occur again in a new attempt. A failure of the encoder may be due to the settings.
-_CAN_PASS = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
+_RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
-def lost_samples(data_dir: Path, column: str, *, variant: str, former: str | None) -> list[Failure]:
-    """Return the failures that made a variant lack samples of a former variant, and that a retry may repair.
+def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
+    """Return the failures because of which a variant lacks samples of a former variant, if a retry may repair them.
 
     Args:
         variant: Name of the new variant.
-        former: Name of the variant to replace; None if there is none.
+        former_variant: Name of the variant to replace; None if there is none.
     """
-    if former is None or former == variant:
+    if former_variant is None or former_variant == variant:
         return []
     new = Variant(variant_dir(data_dir, column, variant))
     # The list also has the failures of sources that are not in a shard.
     listed_failures = read_failures(new.directory / FAILURES_FILE)
     failures = [*(failure for commit in new.commits.values() for failure in commit.failures), *listed_failures]
-    failures = [failure for failure in dict.fromkeys(failures) if failure.code in _CAN_PASS]
-    folder = variant_dir(data_dir, column, former)
+    failures = [failure for failure in dict.fromkeys(failures) if failure.code in _RETRYABLE]
+    folder = variant_dir(data_dir, column, former_variant)
     if not failures or not folder.is_dir():
         return []
     old = Variant(folder)

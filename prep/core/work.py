@@ -1,6 +1,6 @@
 """`ColumnWork`: the functions that plan, make, show and maintain a column.
 
-For a column with one sample per chunk, they are derived from its `ChunkWork` (`prep/core/chunk_work.py`).
+For a column with one sample per chunk, these functions are derived from its `ChunkWork` (`prep/core/chunk_work.py`).
 """
 
 import re
@@ -107,7 +107,8 @@ class ColumnWork:
         run: Function (plan, settings, request, part or None) -> summary. It is called while the lock of the column is
             held.
         plan_report: Function plan -> report.
-        explain: Function (plan, chunk key or video ID) -> report on its state. None if the command has no `--explain`.
+        explain: Function (plan, chunk key or video ID) -> report on the state of the chunk or video. None if the
+            command has no `--explain`.
         summary_report: Function (summary, settings, path of the list of failures) -> report.
         pending: Function (data folder, variant) -> remaining work of the variant.
         layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name begins

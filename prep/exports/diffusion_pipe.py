@@ -97,7 +97,7 @@ def write_diffusion_pipe_cache(
             hint="pass --model with the name of the file in single_file_path, without .safetensors",
         )
     cache, bucket = f"segments/cache/{name}", (1.0, size, size, num_frames)
-    latents_shard = segments.latents.numbers("shard")
+    latents_shard = segments.latents.field_values("shard")
 
     def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
         latents = [
@@ -114,7 +114,7 @@ def write_diffusion_pipe_cache(
         yield from _items(f"{cache}/cache_1.000x{size}x{size}x{num_frames}/latents", latents, order)
         texts = []
         if segments.has_texts:
-            text_shard = segments.text.numbers("shard")
+            text_shard = segments.text.field_values("shard")
             texts = [
                 _Item(
                     segments.text_mark(segment),

@@ -116,7 +116,7 @@ class Segments:
         """Yield the segments, ordered by video and time."""
         videos, divided = read_videos(self._data_dir), read_divided_videos(self._data_dir)
         video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(self._split, videos, divided)
-        video_row, start_ms = self.latents.video_rows(video_ids), self.latents.numbers("start_ms")
+        video_row, start_ms = self.latents.video_rows(video_ids), self.latents.field_values("start_ms")
         samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
         if not len(samples):
             splits = ", ".join(sorted(split_names(videos, divided)))
@@ -126,7 +126,7 @@ class Segments:
         self.num_uncaptioned = self.num_other_split = 0
         for sample in samples[np.lexsort((start_ms[samples], video_row[samples]))].tolist():
             video_id = video_ids[int(video_row[sample])].as_py()
-            for number in range(int(self.latents.numbers("num_frames")[sample]) // frames):
+            for number in range(int(self.latents.field_values("num_frames")[sample]) // frames):
                 begin_s = int(start_ms[sample]) / 1000 + number * seconds
                 name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
                 if divided is not None:
@@ -197,11 +197,12 @@ class Segments:
 
     def latents_mark(self, segment: Segment) -> str:
         """Return a string that changes with the stored latents of a segment."""
-        return f"{self.latents.variant.directory.name} {self.latents.numbers('crc32')[segment.sample]} {segment.number}"
+        crc32 = self.latents.field_values("crc32")[segment.sample]
+        return f"{self.latents.variant.directory.name} {crc32} {segment.number}"
 
     def text_mark(self, segment: Segment) -> str:
         """Return a string that changes with the caption of a segment and its stored sequence."""
-        crc32 = self.text.numbers("crc32")[segment.text_sample]
+        crc32 = self.text.field_values("crc32")[segment.text_sample]
         return f"{self.text.variant.directory.name} {crc32} {segment.text} {segment.caption}"
 
     @cached_property

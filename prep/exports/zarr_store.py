@@ -108,11 +108,11 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     if not len(samples):
         splits = ", ".join(sorted(split_names(videos, divided)))
         raise UserError(f"no latents of split {flags.split!r}", hint=f"use one of the splits {splits}")
-    samples = samples[np.lexsort((latents.numbers("start_ms")[samples], video_row[samples]))]
+    samples = samples[np.lexsort((latents.field_values("start_ms")[samples], video_row[samples]))]
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
     embeddings = _embeddings(data_dir, text, videos, split=flags.split)
     is_captioned = np.isin(video_row[samples], list(embeddings))
-    per_chunk, remainder = np.divmod(latents.numbers("num_frames")[samples].astype(np.int64), num_frames)
+    per_chunk, remainder = np.divmod(latents.field_values("num_frames")[samples].astype(np.int64), num_frames)
     left_out = {
         "segments of videos without an embedded caption": int(per_chunk[~is_captioned].sum()),
         "ends of chunks that are shorter than a segment": int((remainder > 0).sum()),
@@ -122,8 +122,8 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     # Number the segments in each chunk, to compute their first frames.
     number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
     if divided is not None:
-        frame_s = latents.numbers("fps_den")[sample] / latents.numbers("fps_num")[sample]
-        begin_us = latents.numbers("start_ms")[sample] * 1000 + np.rint(number * num_frames * frame_s * 1e6)
+        frame_s = latents.field_values("fps_den")[sample] / latents.field_values("fps_num")[sample]
+        begin_us = latents.field_values("start_ms")[sample] * 1000 + np.rint(number * num_frames * frame_s * 1e6)
         times = {"begin_us": begin_us.astype(np.int64), "end_us": (begin_us + num_frames * frame_s * 1e6).astype(int)}
         is_kept = divided.shows_only(flags.split, video=video_row[sample], **times)
         left_out["segments with seconds of other splits"] = int((~is_kept).sum())

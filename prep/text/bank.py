@@ -79,33 +79,34 @@ class Bank:
             remove_temporaries(self.folder)  # remove files of killed writers
         self.refresh()
 
-    def add_not_finite(self, digests: Collection[bytes]) -> None:
+    def add_nan_rows(self, digests: Collection[bytes]) -> None:
         """Add a row of NaN for each text without a finite embedding, to inform the part that makes the shards."""
-        added = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
-        write_block(self.folder, added, np.full((len(added), self._width), np.nan, np.float16), np.ones(len(added)))
+        digest_array = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
+        rows = np.full((len(digest_array), self._width), np.nan, np.float16)
+        write_block(self.folder, digest_array, rows, np.ones(len(digest_array)))
 
     def refresh(self) -> None:
         """Read the blocks that were published since the last call."""
         refresh(self.folder)
-        known = {path.name for path in self._files}
-        added = []
+        known_names = {path.name for path in self._files}
+        new_digests = []
         for path in sorted(self.folder.glob("*.arrow")):
-            if path.name in known or not BLOCK_FILE.fullmatch(path.name):
+            if path.name in known_names or not BLOCK_FILE.fullmatch(path.name):
                 continue
             if not is_intact_block(path):
                 remove(path)
                 continue
             with map_arrow_file(path) as file:
-                added.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
+                new_digests.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
             self._files.append(path)
-            self._starts.append(self._starts[-1] + len(added[-1]))
-        if added:
-            self._digests = np.concatenate([self._digests, *added])
-            added.clear()
+            self._starts.append(self._starts[-1] + len(new_digests[-1]))
+        if new_digests:
+            self._digests = np.concatenate([self._digests, *new_digests])
+            new_digests.clear()
             self._order = np.argsort(self._digests).astype(np.int32)
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Return True for each of `digests`, DIGESTS [texts], that is in the bank; bool [texts]."""
+        """Return True for each digest in `digests`, DIGESTS [texts], that the bank contains; bool [texts]."""
         return positions_in(self._digests, digests, order=self._order) >= 0
 
     def find_missing(self, digests: np.ndarray) -> np.ndarray:
@@ -268,18 +269,18 @@ class BlockResult:
         num_encoded: Number of encoded texts.
         num_cut: Number of encoded texts that were truncated to the context length of the encoder.
         not_finite: Digests of texts whose embeddings contain NaN or infinity. These are not stored in the bank.
-        stopped: Failure code and reason if no embedding was stored; otherwise None.
+        stop: Failure code and reason if no embedding was stored; otherwise None.
     """
 
     num_encoded: int = 0
     num_cut: int = 0
     not_finite: tuple[bytes, ...] = ()
-    stopped: tuple[FailureCode, str] | None = None
+    stop: tuple[FailureCode, str] | None = None
 
     @property
     def machine_fault(self) -> MachineFault | None:
         """Failure that the worker's machine may have caused, or None."""
-        return None if self.stopped is None else MachineFault(f"{self.stopped[0]}: {self.stopped[1]}")
+        return None if self.stop is None else MachineFault(f"{self.stop[0]}: {self.stop[1]}")
 
 
 def encode_block(block: Block) -> BlockResult:
@@ -301,10 +302,10 @@ def encode_block(block: Block) -> BlockResult:
             rows = encoded.rows[np.repeat(is_finite, encoded.lengths)]
             write_block(block.bank_dir, digests[is_finite], rows, encoded.lengths[is_finite])
     except MemoryError as error:
-        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
+        return BlockResult(stop=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
-        return BlockResult(stopped=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))
+        return BlockResult(stop=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))
     not_finite = tuple(digests[row : row + 1].tobytes() for row in np.flatnonzero(~is_finite))
     return BlockResult(len(block.texts), encoded.num_cut, not_finite)
 
@@ -322,10 +323,10 @@ def blocks_of(
     max_texts = MAX_BLOCK_TEXTS if encoder.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []
     num_chars = num_blocks = 0
-    for piece in reader.pieces(video_ids):
-        piece_texts = piece.texts.to_pylist()
-        positions = positions_in(missing, digests_of(piece_texts))
-        for text, position in zip(piece_texts, positions.tolist(), strict=True):
+    for caption_batch in reader.batches(video_ids):
+        batch_texts = caption_batch.texts.to_pylist()
+        positions = positions_in(missing, digests_of(batch_texts))
+        for text, position in zip(batch_texts, positions.tolist(), strict=True):
             if position < 0 or not is_pending[position]:
                 continue
             is_pending[position] = False

@@ -1,9 +1,9 @@
 """Read the captions of videos in batches, compute the digests of their texts, and check stored texts.
 
-Captions are read in batches, so that ten million of them are never Python objects at once. A digest identifies a text
-in shards, in the bank, and across runs. Digests are kept in NumPy arrays of 16-byte strings, which are sorted before a
-search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: other conversions of NumPy
-strip trailing zero bytes.
+Captions are read in batches, so that ten million of them are never Python objects at the same time. A digest identifies
+a text in shards, in the bank, and across runs. Digests are kept in NumPy arrays of 16-byte strings, which are sorted
+before a search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: other conversions
+of NumPy strip trailing zero bytes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _COLUMNS = ["caption_id", "video_id", "text"]
 
 
 @dataclass(frozen=True)
-class CaptionPiece:
+class CaptionBatch:
     """Captions of the requested videos from one row group of the table.
 
     Attributes:
@@ -67,7 +67,7 @@ class CaptionReader:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def pieces(self, video_ids: pa.Array, *, row_groups: Iterable[int] | None = None) -> Iterator[CaptionPiece]:
+    def batches(self, video_ids: pa.Array, *, row_groups: Iterable[int] | None = None) -> Iterator[CaptionBatch]:
         """Yield the captions of `video_ids`, in the order of the table.
 
         Args:
@@ -101,7 +101,7 @@ class CaptionReader:
                 mask[rows[selected]] = True
                 is_selected = pa.chunked_array([pa.array(mask)])
             if pc.any(is_selected).as_py():
-                yield CaptionPiece(
+                yield CaptionBatch(
                     row_group=group,
                     videos=positions.filter(is_selected).to_numpy().astype(np.int64),
                     ids=table["caption_id"].filter(is_selected).to_numpy(),

@@ -36,8 +36,8 @@ COLUMN = ColumnSpec(
     help="""Encode each unique caption of the manifest once, with a CLIP text tower from open_clip or a T5 encoder.
 
     --clip stores one embedding per text; --encoder t5:NAME stores a sequence, one vector per token, without padding.
-    Each run encodes only new captions. It needs the manifest, but no chunks. A different text encoder creates a new
-    variant, and the existing variant is kept.
+    Each run encodes only new captions. The command needs the manifest, but no chunks. A different text encoder creates
+    a new variant, and the existing variant is kept.
 
     Example:
 

@@ -132,10 +132,10 @@ def make_text_plan(
     )
     layout = extend_text_layout(stored_layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     rows, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
-    planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
+    planned_videos = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
     fingerprint = recipe.fingerprint + ("" if caption_conditions is None else f" where {caption_conditions.text}")
     shards = plan_shards(
-        _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, fingerprint=fingerprint),
+        _wanted_shards(np.asarray(layout["shard_id"])[rows], planned_videos, fingerprint=fingerprint),
         stored,
         what_changed="its videos or their captions",
         orphaned_because="the videos are no longer in the manifest, or not selected",
@@ -146,7 +146,7 @@ def make_text_plan(
         data_dir=data_dir,
         variant_dir=folder,
         layout=layout,
-        video_ids=as_array(planned["video_id"]),
+        video_ids=as_array(planned_videos["video_id"]),
         num_captions=int(num_captions.sum()),
         num_left_out=num_left_out,
         shards=list(shards),
@@ -199,7 +199,7 @@ def text_layout_path(data_dir: Path) -> Path:
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign videos with captions that are not in a shard to new shards, split by split.
+    """Assign each video with captions that is not in a shard yet to a new shard, split by split.
 
     Args:
         layout: Table with schema clipmill.prep.core.tables.LAYOUT.
@@ -208,7 +208,7 @@ def extend_text_layout(
         num_captions: Number of captions of each video, int64 [videos].
 
     Returns:
-        Layout with the new rows appended; `layout` itself if there are none.
+        Layout with the new rows appended; `layout` itself if there are no new rows.
     """
     _, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     is_new = num_captions > 0
@@ -220,12 +220,12 @@ def extend_text_layout(
         # Fill shard after shard.
         counts = num_captions[split_rows]
         relative_shards = np.empty(len(counts), np.int64)
-        shard = num_videos = num_held = 0
+        shard = num_videos = num_shard_captions = 0
         for row, captions in enumerate(counts.tolist()):
-            if num_videos == MAX_SHARD_VIDEOS or (num_videos and num_held + captions > MAX_SHARD_CAPTIONS):
-                shard, num_videos, num_held = shard + 1, 0, 0
+            if num_videos == MAX_SHARD_VIDEOS or (num_videos and num_shard_captions + captions > MAX_SHARD_CAPTIONS):
+                shard, num_videos, num_shard_captions = shard + 1, 0, 0
             relative_shards[row] = shard
-            num_videos, num_held = num_videos + 1, num_held + captions
+            num_videos, num_shard_captions = num_videos + 1, num_shard_captions + captions
         shard_ids = next_shard + relative_shards
         next_shard = int(shard_ids[-1]) + 1
         columns = [
@@ -241,7 +241,7 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose video is in the manifest with captions and in the same split.
+    """Return the rows of `layout` whose video has captions in the manifest and still has the split of the shard.
 
     Returns:
         Rows of the layout, and the row of the video in the manifest for each of them.

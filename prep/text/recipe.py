@@ -26,7 +26,7 @@ from clipmill.prep.core.variants import WHERE
 from clipmill.shards.where_flag import check_where
 
 SAFETENSORS = ".safetensors"
-_PIECE_BYTES = 1 << 24
+_READ_BYTES = 1 << 24
 _MAX_HEADER_BYTES = 100 << 20
 TEXT = "text"
 MEMBER = "text.npy"
@@ -36,10 +36,10 @@ TEXT_RECIPE_SCHEMA = 2  # increment it when the same settings start to produce d
 TINY, T5 = "tiny", "t5:"
 MODEL = Parameter(group=Group("Model", sort_key=1))
 DTYPE = "float16"
-OF_SEQUENCES = ("max_tokens", "precision")  # names of settings that affect only sequences
-_UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
+SEQUENCE_SETTINGS = ("max_tokens", "precision")  # names of settings that affect only sequences
+_UNSAFE_CHARS = re.compile(r"[^A-Za-z0-9_-]+")
 _MAX_SLUG_CHARS = 80
-_ONE_OF_BOTH = "use --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
+_ENCODER_HINT = "use --clip MODEL:TAG for embeddings, or --encoder t5:NAME for sequences"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class TextSettings(Checked):
         """Yield an error for two encoders, for a value that is not an encoder, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError(
-                "--clip and --encoder cannot be used together", hint=_ONE_OF_BOTH, flags=("--clip", "--encoder")
+                "--clip and --encoder cannot be used together", hint=_ENCODER_HINT, flags=("--clip", "--encoder")
             )
         if self.encoder is not None and not self.encoder.removeprefix(T5):
             yield UserError(
@@ -94,7 +94,7 @@ class TextSettings(Checked):
     def require_encoder(self) -> None:
         """Raise UserError if no encoder is selected."""
         if self.clip is None and self.encoder is None:
-            raise UserError("no text encoder is selected", hint=_ONE_OF_BOTH)
+            raise UserError("no text encoder is selected", hint=_ENCODER_HINT)
 
     @property
     def model(self) -> str:
@@ -116,15 +116,17 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
     """Return the recipe that settings produce.
 
     Args:
-        settings: Settings, in which local weights have an absolute path.
-        encoder: Name of the encoder: tiny, MODEL:TAG, MODEL: followed by a file name, or t5: followed by a name.
-        sha256: SHA-256 (hex) of the weights file; for tiny, of the version of its code; for a T5 model, of weights,
-            configuration and tokenizer.
+        settings: Settings, in which local weights have an absolute path. encoder: Name of the encoder: tiny, MODEL:TAG,
+        MODEL: followed by a file name, or t5: followed by a name. sha256: SHA-256 (hex) of the weights file; for tiny,
+        of the code version; for a T5 model, of weights, configuration
+            and tokenizer together.
         width: Embedding dimension.
     """
-    sequence_settings = {} if settings.encoder is None else {name: getattr(settings, name) for name in OF_SEQUENCES}
+    sequence_settings = (
+        {} if settings.encoder is None else {name: getattr(settings, name) for name in SEQUENCE_SETTINGS}
+    )
     stored = {"encoder": encoder, "encoder_sha256": sha256, "width": width, "dtype": DTYPE, **sequence_settings}
-    name = _UNSAFE.sub("-", encoder).strip("-")[:_MAX_SLUG_CHARS]
+    name = _UNSAFE_CHARS.sub("-", encoder).strip("-")[:_MAX_SLUG_CHARS]
     return Recipe(settings, {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **stored}, name)
 
 
@@ -136,13 +138,13 @@ def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
         weights: Path of local weights; None for weights from the Hub.
     """
     encoder = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
-    sequence_settings = {name: stored[name] for name in OF_SEQUENCES if name in stored}
+    sequence_settings = {name: stored[name] for name in SEQUENCE_SETTINGS if name in stored}
     settings: dict[str, Any] = {"encoder" if sequence_settings else "clip": encoder, **sequence_settings}
     return TextSettings(**settings, where=stored.get(WHERE))
 
 
 def local_weights(recipe: Recipe[TextSettings]) -> str | None:
-    """Return the absolute path of local weights; None for weights with a tag or with a name on the Hub."""
+    """Return the absolute path of local weights; None for weights that are selected by a tag or a Hub name."""
     encoder = str(recipe.settings.clip or recipe.settings.encoder)
     return None if encoder == recipe.values["encoder"] else encoder.partition(":")[2]
 
@@ -151,8 +153,8 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 (hex) of a file."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ from clipmill.prep.text.tower import Encoded
 _LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
 _CLASSES = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
 _TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_WANTED = [
+_DOWNLOAD_PATTERNS = [
     f"{folder}{file}"
     for folder in ("", "text_encoder/", "tokenizer/")
     for file in ("config.json", "model*.safetensors", "model*.safetensors.index.json", *_TOKENIZER_FILES)
@@ -81,11 +81,11 @@ class T5Encoder:
         num_cut = sum(len(ids) > self._max_tokens for ids in tokens)
         tokens = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in tokens]
         lengths = np.array([len(ids) for ids in tokens], np.int64)
-        padded = -(-lengths // _LENGTH_STEP) * _LENGTH_STEP
+        padded_lengths = -(-lengths // _LENGTH_STEP) * _LENGTH_STEP
         vectors: dict[int, np.ndarray] = {}
         with torch.inference_mode():
-            for length in np.unique(padded).tolist():
-                rows = np.flatnonzero(padded == length).tolist()
+            for length in np.unique(padded_lengths).tolist():
+                rows = np.flatnonzero(padded_lengths == length).tolist()
                 for start in range(0, len(rows), batch):
                     batch_rows = rows[start : start + batch]
                     sequences = self._vectors([tokens[row] for row in batch_rows], length, batch)
@@ -95,15 +95,15 @@ class T5Encoder:
     def _vectors(self, tokens: list[list[int]], length: int, batch: int) -> list[np.ndarray]:
         import torch
 
-        # Fill up the batch: a smaller one would use different kernels, with different rounding.
+        # Pad the batch: a smaller batch would use different kernels, with different rounding.
         full_batch = tokens + [tokens[-1]] * (batch - len(tokens))
         ids_BT = torch.tensor([ids + [self._tokenizer.pad_token_id] * (length - len(ids)) for ids in full_batch])
         mask_BT = torch.arange(length) < torch.tensor([[len(ids)] for ids in full_batch])
         hidden_BTD = self._model(
             input_ids=ids_BT.to(self._device), attention_mask=mask_BT.long().to(self._device)
         ).last_hidden_state
-        half = hidden_BTD.half().cpu().numpy()
-        return [half[row, : len(ids)] for row, ids in enumerate(tokens)]
+        vectors_BTD = hidden_BTD.half().cpu().numpy()
+        return [vectors_BTD[row, : len(ids)] for row, ids in enumerate(tokens)]
 
 
 @lru_cache(maxsize=1)
@@ -118,10 +118,10 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
     """
     import torch
 
-    actual = resolve_t5(settings).values["encoder_sha256"]
-    if actual != sha256:
+    model_hash = resolve_t5(settings).values["encoder_sha256"]
+    if model_hash != sha256:
         raise UserError(
-            f"{settings.encoder} on this machine has SHA-256 {actual[:12]}, but the plan requires {sha256[:12]}",
+            f"{settings.encoder} on this machine has SHA-256 {model_hash[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
     model_dir, tokenizer_dir = _folders(settings.t5)
@@ -142,8 +142,8 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of the model and of its tokenizer, which are subfolders in a pipeline of diffusers."""
-    folder = model_folder(name, files=_WANTED, what="", flag=f"--encoder {T5}{name}", hint=_SUGGESTION)
+    """Return the folders of model and tokenizer. In a diffusers pipeline, these are subfolders."""
+    folder = model_folder(name, files=_DOWNLOAD_PATTERNS, what="", flag=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
 

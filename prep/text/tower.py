@@ -113,14 +113,14 @@ class Tower:
         import torch
 
         num_texts = len(ids)
-        # Fill up the batch: a smaller one would use different kernels, with different rounding.
+        # Pad the batch: a smaller batch would use different kernels, with different rounding.
         ids_BT = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
         features_BD = (self._encode_short(ids_BT) if self._can_shorten else self._model.encode_text(ids_BT)).float()
         unit_BD = torch.nn.functional.normalize(features_BD, dim=-1)
         return np.asarray(unit_BD[:num_texts].half().cpu().numpy())
 
     def _encode_short(self, ids_BT: Any) -> Any:
-        """Compute what `open_clip.CLIP.encode_text` returns, for texts of at most T tokens, the width of `ids_BT`."""
+        """Compute `open_clip.CLIP.encode_text` for texts of at most T tokens, where T is the width of `ids_BT`."""
         import torch
 
         model, length = self._model, ids_BT.shape[1]
@@ -141,8 +141,8 @@ class Tower:
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
             # Tokenized for a context that is one token longer, a text ends with padding unless it had to be truncated.
-            longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
-            return ids, int((longer[:-1] != longer[-1]).sum())
+            last_tokens = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
+            return ids, int((last_tokens[:-1] != last_tokens[-1]).sum())
         tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
         ids = torch.zeros(len(texts), length, dtype=torch.long)
         for row, tokens in enumerate(tokens_of_texts):
@@ -165,9 +165,9 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     if clip == TINY:
         return Tower(_tiny_model(), open_clip.SimpleTokenizer(), device=device)
     path = weights_file(settings)
-    if (actual := file_sha256(path)) != sha256:
+    if (file_hash := file_sha256(path)) != sha256:
         raise UserError(
-            f"{path} on this machine has SHA-256 {actual[:12]}, but the plan requires {sha256[:12]}",
+            f"{path} on this machine has SHA-256 {file_hash[:12]}, but the plan requires {sha256[:12]}",
             hint="use the same weights on every machine",
         )
     try:
@@ -218,10 +218,10 @@ def weights_file(settings: TextSettings) -> Path:
     open_clip = _import_open_clip()
     models = open_clip.list_models()
     if settings.model not in models:
-        similar = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
+        similar_models = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
             f'--clip {settings.clip}: open_clip has no model "{settings.model}"',
-            hint=f"use one of its {len(models)} models, for example {', '.join(similar[:6])}; or tiny",
+            hint=f"use one of its {len(models)} models, for example {', '.join(similar_models[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
     if not config:
@@ -235,10 +235,10 @@ def weights_file(settings: TextSettings) -> Path:
         )
     if config.get("quick_gelu", False) != open_clip.get_model_config(settings.model).get("quick_gelu", False):
         is_quick = settings.model.endswith("-quickgelu")
-        other = settings.model.removesuffix("-quickgelu") if is_quick else f"{settings.model}-quickgelu"
+        other_model = settings.model.removesuffix("-quickgelu") if is_quick else f"{settings.model}-quickgelu"
         raise UserError(
             f"the weights {settings.weights} require a different activation function than {settings.model} has",
-            hint=f"use {other}:{settings.weights}",
+            hint=f"use {other_model}:{settings.weights}",
         )
     try:
         with hub_if_reachable():
@@ -274,9 +274,9 @@ def check_weights(settings: TextSettings, path: Path) -> int:
         shape = shapes.get(name, shapes.get(name.removeprefix("text.")))
         if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
             continue
-        actual = "is missing" if shape is None else f"has shape {list(shape)}"
+        difference = "is missing" if shape is None else f"has shape {list(shape)}"
         raise UserError(
-            f"{path} is not a checkpoint of {settings.model}: {name} {actual}, expected {list(tensor.shape)}",
+            f"{path} is not a checkpoint of {settings.model}: {name} {difference}, expected {list(tensor.shape)}",
             hint="use the model that the weights belong to; the weights must be in open_clip's format",
         )
     return width
@@ -346,7 +346,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Return the first `context_length` tokens of a text, as open_clip's `SimpleTokenizer` produces them.
+    """Return the first `context_length` tokens of a text, tokenized as by open_clip's `SimpleTokenizer`.
 
     `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens, and takes quadratic time in the
     length of a word: minutes for a word of 100,000 letters. This function stops at the first token that the tower does
@@ -357,10 +357,10 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
         letters = "".join(tokenizer.byte_encoder[byte] for byte in word.group().encode("utf-8"))
         if len(letters) > _LONG_WORD_CHARS:
-            pieces = merge_pairs([*letters[:-1], f"{letters[-1]}</w>"], ranks=tokenizer.bpe_ranks)
+            symbols = merge_pairs([*letters[:-1], f"{letters[-1]}</w>"], ranks=tokenizer.bpe_ranks)
         else:
-            pieces = tokenizer.bpe(letters).split(" ")
-        ids.extend(tokenizer.encoder[piece] for piece in pieces)
+            symbols = tokenizer.bpe(letters).split(" ")
+        ids.extend(tokenizer.encoder[symbol] for symbol in symbols)
         if len(ids) >= context_length:
             return Tokens([*ids[: context_length - 1], end], is_cut=True)
     return Tokens([*ids, end], is_cut=False)

@@ -1,8 +1,8 @@
 """`ColumnWork` of the column `text`: the functions that its commands call, its reports, and the run of a plan.
 
 A run first fills the bank: it copies the embeddings in committed shards of the variant, and encodes every other text
-exactly once. The driver then makes the shards itself from captions and bank, because this only copies data. All state
-is in the commits and the bank, so a run can be killed at any time, and the next run reuses both.
+exactly once. The driver then makes the shards itself from captions and bank, because making shards only copies data.
+All state is in the commits and the bank, so a run can be killed at any time, and the next run reuses both.
 """
 
 import json
@@ -73,7 +73,7 @@ from clipmill.shards.format import TEXT_FIELDS
 from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample
 
-_BYTES_PER_NUMBER = 2
+_BYTES_PER_VALUE = 2
 _WORKER_GB = 2.5  # CLIP ViT-B-32 with a batch of 32 takes 2.1 GB on a CPU (benchmarks/README.md)
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, which on a CPU makes large batches slower
 
@@ -149,7 +149,7 @@ def text_report(plan: TextPlan) -> Report:
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.values)
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
-    max_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_NUMBER if num_videos else 0
+    max_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_VALUE if num_videos else 0
     disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(max_bytes)))
     unstored = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
     flags = {name: value for name, value in unstored.items() if value is not None}
@@ -234,34 +234,34 @@ def run_text(
     with CaptionReader(plan.data_dir, where=plan.where) as reader:
         with Activity("reading captions"):
             texts = collect_texts(plan, reader)
-        part_texts = texts if part_run is None else texts.of_part(part_run.part)
-        filled = fill_bank(bank, part_texts, plan=plan, reader=reader, encoder=encoder, engine=engine)
-        if lag_limit_s and filled.error is None and filled.num_encoded:
+        part_texts = texts if part_run is None else texts.select_part(part_run.part)
+        bank_result = fill_bank(bank, part_texts, plan=plan, reader=reader, encoder=encoder, engine=engine)
+        if lag_limit_s and bank_result.error is None and bank_result.num_encoded:
             what = f"embeddings in {bank.folder}"
-            wait_until_seen(what, lambda: _is_filled(bank, part_texts, filled.not_finite), limit_s=lag_limit_s)
-        if part_run is not None and not _can_make_shards(bank, texts, filled, part_run):
+            wait_until_seen(what, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
+        if part_run is not None and not _can_make_shards(bank, texts, bank_result, part_run):
             # This part has encoded its texts, and a different part will make the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
                 num_shards=len(files),
                 num_chunks=sum(file.num_samples for file in files),
-                gave_up=None if filled.error is None else f"{filled.error[0]}: {filled.error[1]}",
-                refused_workers=list(filled.refused),
+                gave_up=None if bank_result.error is None else f"{bank_result.error[0]}: {bank_result.error[1]}",
+                refused_workers=list(bank_result.refused),
             )
-            return _add_texts(summary, plan, part_texts, filled, begin_s=begin_s)
-        maker = ShardMaker(plan, reader, bank, texts.row_groups, filled.not_finite, filled.error)
+            return _add_texts(summary, plan, part_texts, bank_result, begin_s=begin_s)
+        maker = ShardMaker(plan, reader, bank, texts.row_groups, bank_result.not_finite, bank_result.error)
         summary = execute(_job(plan, maker, request_values), _LocalEngine())
     if summary.num_shards_made == len(with_work(plan.shards)):
         bank.remove()
-    summary.refused_workers = [*filled.refused, *summary.refused_workers]
-    return _add_texts(summary, plan, texts, filled, begin_s=begin_s)
+    summary.refused_workers = [*bank_result.refused, *summary.refused_workers]
+    return _add_texts(summary, plan, texts, bank_result, begin_s=begin_s)
 
 
-def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run: PartRun) -> bool:
+def _can_make_shards(bank: Bank, texts: "ShardTexts", bank_result: "BankResult", part_run: PartRun) -> bool:
     """Return True if this is the last part, and the bank contains all texts, including texts without an embedding."""
-    if filled.not_finite:
-        bank.add_not_finite(filled.not_finite)
+    if bank_result.not_finite:
+        bank.add_nan_rows(bank_result.not_finite)
     num_parts = part_run.part.count
     if not part_run.end():
         part_run.report_made(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
@@ -275,19 +275,21 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", filled: "Filled", part_run
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
-    """Return the number of texts in the bank that this node sees, keyed by the index of the part that encodes them."""
+    """Return the number of texts that this node sees in the bank, keyed by the index of the part that encodes them."""
     bank.refresh()
     return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
 
-def _add_texts(summary: Summary, plan: TextPlan, texts: "ShardTexts", filled: "Filled", *, begin_s: float) -> Summary:
+def _add_texts(
+    summary: Summary, plan: TextPlan, texts: "ShardTexts", bank_result: "BankResult", *, begin_s: float
+) -> Summary:
     """Replace the counts in a summary by counts of texts: samples are videos, but a run encodes texts."""
-    summary.num_encoded, summary.wall_s = filled.num_encoded, time.monotonic() - begin_s
+    summary.num_encoded, summary.wall_s = bank_result.num_encoded, time.monotonic() - begin_s
     # All other texts were copied from a shard, or were in the bank of a killed run.
-    summary.num_reused = len(texts.digests) - filled.num_encoded
-    note = f"note     {count_noun(filled.num_cut, 'text')} truncated to the encoder's context length"
-    values = {"num_captions": plan.num_captions, "num_cut": filled.num_cut, "num_left_out": plan.num_left_out}
-    summary.added = Addition([note] if filled.num_cut else [], values)
+    summary.num_reused = len(texts.digests) - bank_result.num_encoded
+    note = f"note     {count_noun(bank_result.num_cut, 'text')} truncated to the encoder's context length"
+    values = {"num_captions": plan.num_captions, "num_cut": bank_result.num_cut, "num_left_out": plan.num_left_out}
+    summary.added = Addition([note] if bank_result.num_cut else [], values)
     return summary
 
 
@@ -343,21 +345,21 @@ class ShardTexts:
     digests: np.ndarray
     row_groups: dict[int, list[int]]
 
-    def of_part(self, part: Part) -> "ShardTexts":
-        """Return the same shards with only the texts of a part."""
+    def select_part(self, part: Part) -> "ShardTexts":
+        """Return a copy with only the texts that a part encodes."""
         owners = owners_of(self.digests, num_parts=part.count)
         return replace(self, digests=self.digests[owners == part.number - 1])
 
 
 @dataclass(frozen=True)
-class Filled:
+class BankResult:
     """Result of filling the bank.
 
     Attributes:
         num_encoded: Number of encoded texts.
         num_cut: Number of encoded texts that were truncated to the context length of the encoder.
         not_finite: Digests of texts without a finite embedding.
-        error: Failure code, and reason why other texts are missing from the bank; None if none is missing.
+        error: Failure code, and reason why other texts are missing from the bank; None if no other text is missing.
         refused: Workers that failed the admission check and received no tasks.
     """
 
@@ -377,10 +379,10 @@ def collect_texts(plan: TextPlan, reader: CaptionReader) -> ShardTexts:
     shard_ids = np.repeat([shard.shard_id for shard in work], [len(shard.rows) for shard in work])
     digests = DigestSet()
     row_groups: dict[int, list[int]] = {}
-    for piece in reader.pieces(video_ids):
-        digests.add(np.unique(digests_of(piece.texts.to_pylist())))
-        for shard_id in np.unique(shard_ids[piece.videos]).tolist():
-            row_groups.setdefault(shard_id, []).append(piece.row_group)
+    for batch in reader.batches(video_ids):
+        digests.add(np.unique(digests_of(batch.texts.to_pylist())))
+        for shard_id in np.unique(shard_ids[batch.videos]).tolist():
+            row_groups.setdefault(shard_id, []).append(batch.row_group)
     return ShardTexts(video_ids, digests.pop_sorted(), row_groups)
 
 
@@ -392,7 +394,7 @@ def fill_bank(
     reader: CaptionReader,
     encoder: TextEncoderOptions,
     engine: Engine,
-) -> Filled:
+) -> BankResult:
     """Copy the stored embeddings of texts to the bank, and encode all other texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
@@ -404,27 +406,27 @@ def fill_bank(
         bank.refresh()
         missing = bank.find_missing(texts.digests)
     if not len(missing):
-        return Filled(0, 0, frozenset(), None)
+        return BankResult(0, 0, frozenset(), None)
     blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, encoder=encoder)
     refused: list[RefusedNode] = []
-    encoding = "encoding texts"
-    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(encoding) as now:
-        on_encoded = now.counter(encoding)
+    activity_text = "encoding texts"
+    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(activity_text) as activity:
+        on_encoded = activity.counter(activity_text)
         for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.number:06d}"):
             if isinstance(outcome, RefusedNode):
                 refused.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
-                result = outcome.result or BlockResult(stopped=(loss_code(crashed=outcome.crashed), outcome.lost or ""))
+                result = outcome.result or BlockResult(stop=(loss_code(crashed=outcome.crashed), outcome.lost or ""))
                 num_encoded += result.num_encoded
                 num_cut += result.num_cut
                 not_finite.update(result.not_finite)
-                error = result.stopped or error
+                error = result.stop or error
                 if error is not None and error[0] == FailureCode.DISK_FULL:
                     break
             on_encoded(num_encoded, len(missing))
     bank.refresh()
-    return Filled(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
+    return BankResult(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
 
 
 def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> bool:
@@ -450,7 +452,7 @@ class ShardMaker:
     Attributes:
         row_groups: Row groups of the caption table with captions of a shard, keyed by shard ID.
         not_finite: Digests of texts without a finite embedding.
-        error: Failure code, and reason why other texts are missing from the bank; None if none is missing.
+        error: Failure code, and reason why other texts are missing from the bank; None if no other text is missing.
     """
 
     plan: TextPlan
@@ -509,14 +511,14 @@ class ShardMaker:
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
         """Read the texts of a shard's videos, in order."""
-        pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
-        if not pieces:
+        batches = list(self.reader.batches(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
+        if not batches:
             return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
-        videos = np.concatenate([piece.videos for piece in pieces])
-        ids = np.concatenate([piece.ids for piece in pieces])
+        videos = np.concatenate([batch.videos for batch in batches])
+        ids = np.concatenate([batch.ids for batch in batches])
         order = np.lexsort((ids, videos))
         ids = ids[order]
-        texts = pa.concat_arrays([piece.texts for piece in pieces]).take(pa.array(order))
+        texts = pa.concat_arrays([batch.texts for batch in batches]).take(pa.array(order))
         bounds = np.searchsorted(videos[order], np.arange(len(task.video_ids) + 1)).tolist()
         return [
             _VideoTexts.of(video_id.as_py(), ids[start:end], texts[start:end].to_pylist())
@@ -583,7 +585,7 @@ class _VideoTexts:
 
 
 def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
-    """Yield the videos in order, in groups of at most `max_texts` texts; a video with more texts is its own group."""
+    """Yield the videos in order, in groups of at most `max_texts` texts; a larger video forms its own group."""
     group: list[_VideoTexts] = []
     num_texts = 0
     for video in videos:

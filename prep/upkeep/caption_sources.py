@@ -1,4 +1,4 @@
-"""Facts about stored captions: their sources and models, and captions that are outside of their video or its chunks."""
+"""Facts about stored captions: their sources and models, and captions outside their video or its chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class CaptionSource:
 
 
 def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
-    """Read the sources of captions in the manifest: first the sources from datasets, then others, each sorted by name.
+    """Read the caption sources in the manifest: dataset sources first, then other sources, each group sorted by name.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -57,7 +57,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     for name in sorted(counts, key=lambda name: (name in further, name)):
         models = further[name]["models"] if name in further else []
         variants = other_variants(models, current=current)
-        stale = (
+        stale_because = (
             f"it describes chunks of {', '.join(variants)}, not of the current variant"
             if variants
             else _changed_column(models, data_dir)
@@ -73,14 +73,14 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
                 num_captions=counts[name],
                 is_further=name in further,
                 weights=tuple(dict.fromkeys(weights)),
-                stale_because=stale,
+                stale_because=stale_because,
             )
         )
     return sources
 
 
 @dataclass(frozen=True)
-class CaptionsBeyond:
+class LateCaptions:
     """Captions that begin or end after the end of their video.
 
     Attributes:
@@ -94,7 +94,7 @@ class CaptionsBeyond:
     first: list[FailureEntry]
 
 
-def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.ndarray) -> CaptionsBeyond:
+def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.ndarray) -> LateCaptions:
     """Find the captions that begin or end after the end of their video.
 
     A caption may end up to a second after its video, because times are often rounded.
@@ -121,7 +121,7 @@ def captions_beyond(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.nda
                 times = f"{block.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"
                 text = captions.texts[int(block.row[caption])].as_py()
                 first.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
-    return CaptionsBeyond(num_begin, num_end, first_few(first))
+    return LateCaptions(num_begin, num_end, first_few(first))
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
@@ -150,7 +150,7 @@ def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | No
 
 
 _TIMES = ("start_ms", "num_frames", "fps_num", "fps_den")
-_MAX_TIME_MS = 1e15  # longer than any video; larger times, such as infinity, are reduced to it
+_MAX_TIME_MS = 1e15  # longer than any video; larger times, such as infinity, are reduced to this value
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
@@ -166,7 +166,7 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function that finds out which captions overlap a chunk of their video.
+    """Return a function that finds the captions that overlap a chunk of their video.
 
     Args:
         videos: Table with schema VIDEOS.

@@ -1,7 +1,7 @@
 """`prep gc`: find and remove files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
-Only files whose names and locations belong to the format are ever removed; all others are kept and listed. All variants
-of a column are kept unless its current variant is known to be complete. A variant with readers
+Only files whose names and locations belong to the format are ever removed; all other files are kept and listed. All
+variants of a column are kept unless its current variant is known to be complete. A variant with readers
 (`clipmill.shards.marks`) keeps all files that the readers have opened, including shards that a later run has replaced.
 """
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000  # maximum number of objects that S3 deletes in one request
 _LEFTOVER = "temporary file of a killed command"
-_ENDED = "mark of a reader that has ended"
+_ENDED_READER = "mark of a reader that has ended"
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class KeepRules:
     Attributes:
         readers: Readers of the data folder. Variants with readers are kept.
         names: Names of variants to keep.
-        younger_than_s: Age in seconds; variants whose last change is more recent are kept. 0 for no limit.
+        min_age_s: Minimum time in seconds since the last change of a variant to remove. 0 for no limit.
     """
 
     readers: Readers
     names: Collection[str] = ()
-    younger_than_s: float = 0.0
+    min_age_s: float = 0.0
 
     def reason_to_keep(self, column: str, variant: str, *, changed_s: float) -> str | None:
         """Return the reason why a variant is kept; None if it may be removed.
@@ -127,7 +127,7 @@ class KeepRules:
         if variant in self.names:
             return "selected by --keep"
         age_s = max(0.0, self.readers.now_s - changed_s)
-        if age_s < self.younger_than_s:
+        if age_s < self.min_age_s:
             return f"changed {duration_text(age_s)} ago, less than --older-than"
         return None
 
@@ -169,7 +169,7 @@ def find_garbage(data_dir: Path, rules: KeepRules) -> Garbage:
                 flags=("--keep",),
             )
     garbage = Garbage([], [], {})
-    garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED) for mark in rules.readers.ended)
+    garbage.items.extend(Item(data_dir / mark.name, 0, _ENDED_READER) for mark in rules.readers.ended)
     _find_temporaries(data_dir, garbage)
     for column in columns():
         if list_variants(data_dir, column.name):
@@ -191,10 +191,10 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
     unfinished = unfinished_variant(data_dir, column.name)
     for name in list_variants(data_dir, column.name):
         folder = variant_dir(data_dir, column.name, name)
-        if name != current and (late := late_files(folder, column.name)):
+        if name != current and (late_paths := late_files(folder, column.name)):
             why, variant = "written by a late run, after the variant had been removed", f"{column.name}/{name}"
             garbage.items.extend(
-                Item(path, path.lstat().st_size, why, variant=variant, kind=path.suffix) for path in late
+                Item(path, path.lstat().st_size, why, variant=variant, kind=path.suffix) for path in late_paths
             )
             commits = folder / COMMITS_FOLDER
             garbage.folders.extend([*folders_in(folder), *folders_in(commits), commits, folder])
@@ -206,20 +206,22 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
             garbage.kept_because[f"{column.name}/{name}"] = why_unfinished(column, folder, current=str(current))
             continue
         if name == current:
-            stored = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
-            referenced = {path for file in stored for path in (file.tar, file.energon_index, file.index)}
+            stored_files = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
+            referenced = {path for file in stored_files for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sort_files(folder, needed=referenced)
-            stray = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
+            stray_paths = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
             # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
             # when it is resumed.
             readers = [reader for reader in rules.readers.find(column.name, name) if not reader.is_run]
-            if stray and readers:
-                count = count_noun(len(stray), "file")
+            if stray_paths and readers:
+                count = count_noun(len(stray_paths), "file")
                 garbage.kept_because[f"{column.name}/{name}"] = f"{count} without a commit, {_read_by(readers)}"
             else:
-                garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray)
-        elif lost := lost_samples(data_dir, column.name, variant=str(current), former=name):
+                garbage.items.extend(
+                    Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray_paths
+                )
+        elif lost := lost_samples(data_dir, column.name, variant=str(current), former_variant=name):
             why = f"it has samples that the current variant lacks ({codes_line(lost)})"
             garbage.kept_because[f"{column.name}/{name}"] = why
             continue
@@ -236,7 +238,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
                 for path in map(Path, paths)
             )
             garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
-            garbage.folders.extend(folder / part for part in parts_of_variants())
+            garbage.folders.extend(folder / part for part in variant_subfolders())
         garbage.unknown.extend(map(Path, unknown))
 
 
@@ -333,7 +335,7 @@ def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str
     # Lists of commits are removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
-    parts = parts_of_variants()
+    parts = variant_subfolders()
     derived = {file.name for work in usable_works(columns()) for file in work.extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
@@ -341,9 +343,9 @@ def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str
             continue
         if is_folder and entry.name in parts:
             kind, names = parts[entry.name]
-            _sort_part(entry, names, known=known[kind], unknown=unknown)
+            _sort_subfolder(entry, names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
-            _sort_part(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
+            _sort_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
             unknown.extend(file.path for file in _entries(entry) if not RUNNING_FILE.fullmatch(file.name))
         elif is_folder or is_link:
@@ -359,7 +361,7 @@ def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str
     return known, unknown
 
 
-def _sort_part(
+def _sort_subfolder(
     folder: "os.DirEntry[str]",
     names: re.Pattern[str],
     *,
@@ -372,7 +374,7 @@ def _sort_part(
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            _sort_part(entry, names, known=known, unknown=unknown)
+            _sort_subfolder(entry, names, known=known, unknown=unknown)
             continue
         is_known = names.fullmatch(entry.name) and is_in_shard_folder(folder.name, entry.name) and entry.is_file()
         (known if is_known else unknown).append(entry.path)
@@ -401,7 +403,7 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
                 folder,
                 *folders_in(folder),
                 *folders_in(commits),
-                *(folder / part for part in parts_of_variants()),
+                *(folder / part for part in variant_subfolders()),
             ):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
@@ -426,14 +428,14 @@ _LIST_FILE = re.compile(r"shards(-[A-Za-z0-9_-]+)?\.txt")
 DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in (FAILURES_FILE, SELECTION_FILE)))
 
 
-def parts_of_variants() -> dict[str, tuple[str, re.Pattern[str]]]:
+def variant_subfolders() -> dict[str, tuple[str, re.Pattern[str]]]:
     """Return the subfolders that a variant may have, as {name: (kind of the files, pattern of the file names)}."""
     extra = {part.name: ("data", part.file_names) for work in usable_works(columns()) for part in work.extra_folders}
     return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
 
 
 def is_variant(folder: Path) -> bool:
-    """Return True if prep made a folder: the name of the folder ends with the fingerprint of the recipe in it."""
+    """Return True if prep made a folder: the folder name ends with the fingerprint of the recipe in the folder."""
     try:
         recipe = parse_json((folder / RECIPE_FILE).read_bytes())
         has_fingerprint = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
@@ -459,7 +461,7 @@ def late_files(folder: Path, column: str) -> list[Path]:
 
 
 def is_in_shard_folder(folder: str, name: str) -> bool:
-    """Return True if a file belongs in a folder of shards: its name has no shard ID, or the ID of such a shard."""
+    """Return True if a file belongs in a folder of shards: its name has no shard ID, or the ID fits the folder."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
@@ -481,7 +483,7 @@ def belongs_to_format(data_dir: Path, key: str) -> bool:
         extra = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
         is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_in_shard_folder(part, name)
         return is_known or (not part and name in extra)
-    return part in parts_of_variants() and parts_of_variants()[part][1].fullmatch(name) is not None
+    return part in variant_subfolders() and variant_subfolders()[part][1].fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -502,7 +504,7 @@ class BucketGarbage:
 def find_bucket_garbage(data_dir: Path) -> BucketGarbage:
     """Find the unfinished uploads of killed commands in a bucket. The caller must hold the locks of all columns.
 
-    The parts of an unfinished upload take up space, but no listing of objects contains them.
+    The parts of an unfinished upload take up space, but object listings do not contain them.
     """
     if (copy := _copy_of(data_dir)) is None:
         return BucketGarbage()

@@ -79,7 +79,7 @@ def variant_report(variant: Variant, *, column: ColumnSpec) -> Report:
 
 
 def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
-    """Return the report on a sample, from the column or, by default, with the fields of the index row.
+    """Return the report on a sample: the report that the column makes or, by default, the fields of the index row.
 
     Args:
         key: Key, or another name of the sample (see `find_sample`).
@@ -87,15 +87,15 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     Raises:
         UserError: No sample or several samples match, or the sample cannot be read.
     """
-    shard, number = find_sample(variant, key, column=column, data_dir=data_dir)
+    shard, row = find_sample(variant, key, column=column, data_dir=data_dir)
     if (report := work_of(column).sample_report) is not None:
-        return report(shard, number, data_dir)
+        return report(shard, row, data_dir)
     members = {
-        extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
+        extension: dict(zip(("offset", "size"), shard.member_range(row, extension), strict=True))
         for extension in shard.extensions
     }
     names = [name for name in shard.index.column_names if not any(name.startswith(f"{known}_") for known in members)]
-    fields = {name: shard.index[name][number].as_py() for name in names}
+    fields = {name: shard.index[name][row].as_py() for name in names}
     fields |= work_of(column).sample_facts(data_dir, str(fields["key"]))
     lines = [f"tar       {shard.tar_path} ({shard.split})"]
     lines += [

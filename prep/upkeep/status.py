@@ -43,7 +43,7 @@ from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, sto
 from clipmill.prep.core.work import work_of
 from clipmill.prep.registry import column_named, columns
 from clipmill.prep.sources.table import add_changed_files, num_to_read, probes_of, read_probes
-from clipmill.prep.upkeep.caption_sources import CaptionSource, captions_beyond, read_caption_sources
+from clipmill.prep.upkeep.caption_sources import CaptionSource, find_late_captions, read_caption_sources
 from clipmill.prep.upkeep.garbage import late_files
 from clipmill.shards.columns import VIDEO, command_for, is_indexed
 from clipmill.shards.commits import Failure
@@ -108,7 +108,7 @@ class ColumnStatus:
         num_orphaned: Number of shards that the column's command would remove.
         file_problems: Problems of files that are derived from the shards of the current variant.
         failures_file: List of the failures of the last run; None if the last run had no failures.
-        first_failures: First few failures of the current variant; for the column `video`, also of unusable sources.
+        first_failures: First few failures of the current variant and, for the column `video`, of unusable sources.
         written_by: Command that is writing the column of a data folder in a bucket; None if there is no such command.
     """
 
@@ -163,7 +163,7 @@ class VideosStatus:
         first_lost: First few lost videos.
         caption_sources: Sources of captions; None if the caption table is damaged.
         is_indexed: True if the packets of the current chunks are in the sources (`prep index`). Then the size and
-            modification time of each source were compared with its probe.
+            modification time of each source were compared with the values in its probe.
         num_to_read: Number of failed sources that the next run reads again, because the failure is transient or the
             file has changed.
         num_with_audio: Number of usable videos with audio.
@@ -287,7 +287,7 @@ def _column_status(
                 first_failures=first_few([*unusable, *first_failures(_failures(variant))]),
             )
         running = [] if is_abandoned else running_shards(variant.directory)
-        lost = lost_samples(data_dir, column.name, variant=name, former=current) if name == unfinished else []
+        lost = lost_samples(data_dir, column.name, variant=name, former_variant=current) if name == unfinished else []
         variants.append(
             replace(
                 _variant_status(variant, pending, is_current=name == current, running=running),
@@ -314,18 +314,18 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         probes = add_changed_files(probes, num_threads=NUM_CHECK_THREADS)
     ends_s = np.full(len(videos), np.inf)
     ends_s[is_known] = pc.fill_null(probes["end_s"], np.inf).to_numpy()
-    # Only usable videos have an end. Use it rather than fingerprints, of which ten million take a gigabyte of memory.
+    # Only usable videos have an end. Do not read fingerprints, because ten million of them take a gigabyte of memory.
     is_usable = pc.is_valid(probes["end_s"])
-    unusable = probes.filter(pc.invert(is_usable))
-    lost = probes.filter(pc.and_(is_usable, pc.is_valid(probes["code"])))
-    noted = probes.filter(pc.fill_null(pc.not_equal(probes["notes"], ""), False))
-    sources, beyond = None, None
+    unusable_probes = probes.filter(pc.invert(is_usable))
+    lost_probes = probes.filter(pc.and_(is_usable, pc.is_valid(probes["code"])))
+    noted_probes = probes.filter(pc.fill_null(pc.not_equal(probes["notes"], ""), False))
+    sources, late_captions = None, None
     try:
         sources = read_caption_sources(data_dir)
     except UserError as error:
         damaged.append(error)
     try:
-        beyond = captions_beyond(data_dir, video_ids=videos["video_id"], end_s=ends_s)
+        late_captions = find_late_captions(data_dir, video_ids=videos["video_id"], end_s=ends_s)
     except UserError as error:
         damaged.append(error)
     except (OSError, pa.ArrowException):
@@ -335,19 +335,21 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
         num_usable=pc.sum(is_usable).as_py() or 0,
         num_not_probed=len(videos) - len(probes),
-        unusable=dict(Counter[str](unusable["code"].to_pylist()).most_common()),
-        first_unusable=_first_sources(unusable),
-        lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
-        first_lost=_first_sources(lost),
+        unusable=dict(Counter[str](unusable_probes["code"].to_pylist()).most_common()),
+        first_unusable=_first_sources(unusable_probes),
+        lost=dict(Counter[str](lost_probes["code"].to_pylist()).most_common()),
+        first_lost=_first_sources(lost_probes),
         caption_sources=sources,
         is_indexed=reads_sources,
         num_to_read=num_to_read(probes),
         num_with_audio=pc.sum(pc.greater(probes["num_audio"], 0)).as_py() or 0,
-        num_noted=len(noted),
-        first_notes={row["video_id"]: row["notes"].splitlines() for row in noted.slice(0, MAX_ENTRIES).to_pylist()},
-        num_captions_beyond=None if beyond is None else beyond.num_begin,
-        num_captions_ending_beyond=None if beyond is None else beyond.num_end,
-        first_captions_beyond=[] if beyond is None else beyond.first,
+        num_noted=len(noted_probes),
+        first_notes={
+            row["video_id"]: row["notes"].splitlines() for row in noted_probes.slice(0, MAX_ENTRIES).to_pylist()
+        },
+        num_captions_beyond=None if late_captions is None else late_captions.num_begin,
+        num_captions_ending_beyond=None if late_captions is None else late_captions.num_end,
+        first_captions_beyond=[] if late_captions is None else late_captions.first,
     )
 
 
@@ -428,12 +430,12 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command of a column, with the settings of its current variant or, without one, its first variant."""
+    """Return the command of a column, with the settings of the current variant, otherwise of the first variant."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
-    if column.current_status is None and (deleted := current_variant(data_dir, column.column)) is not None:
-        command = command_for(spec.name, deleted)
-        return f"prep {command} with the settings of {deleted} (its folder is missing)"
+    if column.current_status is None and (deleted_variant := current_variant(data_dir, column.column)) is not None:
+        command = command_for(spec.name, deleted_variant)
+        return f"prep {command} with the settings of {deleted_variant} (its folder is missing)"
     if variant is None:
         length = " --len 15s" if spec.is_first else ""
         return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
@@ -468,8 +470,8 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         lines.append(f"{_INDENT}{count:,} {begin} after the end of the video: not used in training")
     if count := videos.num_captions_ending_beyond:
         end = "ends" if count == 1 else "end"
-        late = f"{count:,} {end} more than a second after the end of the video"
-        lines.append(f"{_INDENT}{late}: used up to the end; check that all times are in seconds")
+        text = f"{count:,} {end} more than a second after the end of the video"
+        lines.append(f"{_INDENT}{text}: used up to the end; check that all times are in seconds")
     num_beyond = (videos.num_captions_beyond or 0) + (videos.num_captions_ending_beyond or 0)
     lines += entry_lines(videos.first_captions_beyond, num_all=num_beyond, list_path=None, indent=f"{_INDENT}  ")
     sources = videos.caption_sources
@@ -477,8 +479,8 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
         lines.append(f"{_INDENT}the caption table is damaged")
     elif len(sources) > 1 or any(source.is_further for source in sources):
         for source in sources[:_MAX_LISTED]:
-            by = f", by {', '.join(source.weights)}" if source.weights else ""
-            lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{by}')}")
+            authors = f", by {', '.join(source.weights)}" if source.weights else ""
+            lines.append(f"{_INDENT}{on_one_line(f'{source.name}: {source.num_captions:,}{authors}')}")
             if is_model_source(source.name):
                 lines.append(f"{_INDENT}  used in training only if --captions.sources lists it")
             if source.stale_because is not None:

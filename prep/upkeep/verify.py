@@ -61,7 +61,7 @@ _WORKER_LOST, _INACCESSIBLE = "worker_lost", "inaccessible"
 
 @dataclass(frozen=True)
 class Finding:
-    """Problem of a shard.
+    """Problem in a shard.
 
     Attributes:
         shard_id: ID of the shard.
@@ -229,8 +229,8 @@ def mark_damage(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
             return True
         committed_ns = file_state(commit_path(folder, commit.shard_id))[1]
         now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
-        energon = all(problem.code == Code.ENERGON_INDEX for problem in problems)
-        name = commit.files.energon_index if energon else commit.files.index if is_index else commit.files.tar
+        is_energon_index = all(problem.code == Code.ENERGON_INDEX for problem in problems)
+        name = commit.files.energon_index if is_energon_index else commit.files.index if is_index else commit.files.tar
         set_modified_time(folder / name, time_ns=now_ns)
         return bool(quick_check(folder, commit))
     return False
@@ -257,8 +257,8 @@ def _check_deep(
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks, check=check):
         if not isinstance(outcome, Outcome):
             continue
-        lost = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))
-        yield outcome.result or lost
+        loss = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))
+        yield outcome.result or loss
 
 
 def check_deep(task: DeepTask) -> DeepResult:
@@ -308,7 +308,12 @@ class RecordFinding:
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
     """Check the records of a data folder that do not belong to a variant, with their checksums."""
-    return [*_manifest(data_dir), *_tables(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
+    return [
+        *_check_manifest(data_dir),
+        *_check_tables(data_dir),
+        *_check_dataset(data_dir),
+        *_check_layouts(data_dir),
+    ]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
@@ -343,7 +348,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
     return [RecordFinding(str(path), message, repair) for path, message in problems]
 
 
-def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
+def _check_manifest(data_dir: Path) -> Iterator[RecordFinding]:
     folder = manifest_dir(data_dir)
     repair = "the same `prep manifest` commands as before, in the same order"
     if not (folder / MANIFEST_FILE).exists():
@@ -368,8 +373,8 @@ def _read_captions(data_dir: Path) -> None:
             raise UserError(f"the captions cannot be read: {error}") from error
 
 
-def _tables(data_dir: Path) -> Iterator[RecordFinding]:
-    """Check the tables of probes and shots. A missing table is not damage, because it is rebuilt when it is needed."""
+def _check_tables(data_dir: Path) -> Iterator[RecordFinding]:
+    """Check the tables of probes and shots. A missing table is not damage, because a run rebuilds it if needed."""
     for path, schema in ((data_dir / PROBES_FILE, PROBES), (data_dir / SHOTS_FILE, SHOTS)):
         try:
             read_table_file(path, schema=schema)
@@ -380,14 +385,14 @@ def _tables(data_dir: Path) -> Iterator[RecordFinding]:
                 message = f"{error}; until it is repaired, all sources are probed again"
                 repair = f"prep plan --data {shlex.quote(str(data_dir))}"
             else:
-                detecting = f"prep {command_for(VIDEO)} --cut shots"
-                message = f"{error}; until it is repaired, shots are detected again by `{detecting}`"
+                detect_command = f"prep {command_for(VIDEO)} --cut shots"
+                message = f"{error}; until it is repaired, shots are detected again by `{detect_command}`"
                 command = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
-                repair = command or f"{detecting} with the same settings as before"
+                repair = command or f"{detect_command} with the same settings as before"
             yield RecordFinding(str(path), message, repair)
 
 
-def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
+def _check_dataset(data_dir: Path) -> Iterator[RecordFinding]:
     path = data_dir / DATASET_FILE
     used_columns = [column for column in columns() if list_variants(data_dir, column.name)]
     try:
@@ -412,7 +417,7 @@ def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
         yield RecordFinding(str(path), message, f"{commands} with the same settings as before")
 
 
-def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
+def _check_layouts(data_dir: Path) -> Iterator[RecordFinding]:
     for path in sorted((data_dir / LAYOUT_FOLDER).glob("*.parquet")):
         try:
             read_layout(path)

@@ -121,7 +121,7 @@ def other_settings_lines(planned: PlanWithInputs) -> list[str]:
         plan_line = command.replace("prep chunk", "prep plan", 1).replace("prep index", "prep plan index", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
-        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former=current)
+        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former_variant=current)
         incomplete = f"lacks samples of the current variant ({codes_line(lost)}), which stays current"
         state = incomplete if lost else "is complete, and becomes the current variant again"
         lines.append(f"variant  {variant} {state}")

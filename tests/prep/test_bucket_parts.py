@@ -156,9 +156,9 @@ def test_a_command_that_takes_its_lock_while_a_part_registers_is_seen(
     with ExitStack() as stack:
         take_turn = PartRun._take_turn
 
-        def take_turn_late(run: PartRun, doing: str) -> None:
+        def take_turn_late(run: PartRun, activity: str) -> None:
             stack.enter_context(column_lock(machine("b")))
-            take_turn(run, doing)
+            take_turn(run, activity)
 
         monkeypatch.setattr(PartRun, "_take_turn", take_turn_late)
         with pytest.raises(UserError, match="another command is writing"):

@@ -18,7 +18,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.settings import Range
 from clipmill.prep.core.chunk_input import Chunk, Chunks, chunks_of_shard
 from clipmill.prep.core.chunk_work import ChunkWork
-from clipmill.prep.core.column import TAKEN_SETTINGS, CheckedSample, ColumnSpec
+from clipmill.prep.core.column import RESERVED_NAMES, CheckedSample, ColumnSpec
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.core.recipe import NOT_STORED, STORED_IF_CHANGED, Recipe, setting_flags, settings_from, stored_values
 from clipmill.prep.core.request import PartRequest, PlanRequest
@@ -224,7 +224,7 @@ def test_settings_have_no_name_that_all_columns_use(name: str) -> None:
 def test_flags_of_all_columns_are_taken() -> None:
     flags = {field.name for kind in (PartRequest, PlanRequest) for field in fields(kind)}
     # Flags of columns with a model, and of video.
-    assert flags - TAKEN_SETTINGS == {"num_gpus", "batch", "scratch_size"}
+    assert flags - RESERVED_NAMES == {"num_gpus", "batch", "scratch_size"}
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_texts_to_encode_are_selected_by_labels(tmp_path: Path) -> None:
     captions = random_captions(np.random.default_rng(0), count=150)
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
     with CaptionReader(tmp_path, where=parse_where("label_one = 'x'")) as reader:
-        texts = {text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()}
+        texts = {text for batch in reader.batches(pa.array(VIDEOS)) for text in batch.texts.to_pylist()}
     labels_by_text = {caption.text: caption.labels.get("label_one") for caption in captions}
     assert {text for text, value in labels_by_text.items() if value == "x"} < texts
     assert not {text for text, value in labels_by_text.items() if value == "y"} & texts
@@ -153,7 +153,7 @@ def test_labels_are_compared_as_what_an_expression_takes_them_for(
     captions = [Caption("a", number, number + 1, f"{number}", labels=values) for number, values in enumerate(labels)]
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
     with CaptionReader(tmp_path, where=parse_where(expression)) as reader:
-        texts = [text for piece in reader.pieces(pa.array(VIDEOS)) for text in piece.texts.to_pylist()]
+        texts = [text for batch in reader.batches(pa.array(VIDEOS)) for text in batch.texts.to_pylist()]
     assert texts == [str(number) for number in numbers]
 
 

@@ -256,7 +256,7 @@ def test_exactly_one_of_many_parts_that_end_at_once_is_the_last(data: Path, monk
 
 
 def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "SIGN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(parts, "TOUCH_INTERVAL_S", 0.05)
     elsewhere = lock_of(data, "2/3")
     elsewhere.write_text("process 7 on another-node\na\n")  # no process on this node holds the lock
     stopped = Event()

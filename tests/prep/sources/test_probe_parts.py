@@ -37,7 +37,7 @@ __all__ = ["leasable"]
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a share per source, and parts that soon check the shares of other parts again."""
     monkeypatch.setattr(probe_parts, "MAX_SOURCES", 1)
-    monkeypatch.setattr(parts, "SIGN_INTERVAL_S", 0.1)
+    monkeypatch.setattr(parts, "TOUCH_INTERVAL_S", 0.1)
     monkeypatch.setattr(locks, "_TRY_INTERVAL_S", 0.02)
 
 
