@@ -209,18 +209,16 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
             stored_files = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             referenced = {path for file in stored_files for path in (file.tar, file.energon_index, file.index)}
             known, unknown = _sort_files(folder, needed=referenced)
-            stray_paths = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
+            strays = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
             # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
             # when it is resumed.
             readers = [reader for reader in rules.readers.find(column.name, name) if not reader.is_run]
-            if stray_paths and readers:
-                count = count_noun(len(stray_paths), "file")
+            if strays and readers:
+                count = count_noun(len(strays), "file")
                 garbage.kept_because[f"{column.name}/{name}"] = f"{count} without a commit, {_read_by(readers)}"
             else:
-                garbage.items.extend(
-                    Item(path, path.lstat().st_size, "not referenced by a commit") for path in stray_paths
-                )
+                garbage.items.extend(Item(path, path.lstat().st_size, "not referenced by a commit") for path in strays)
         elif lost := lost_samples(data_dir, column.name, variant=str(current), former_variant=name):
             why = f"it has samples that the current variant lacks ({codes_line(lost)})"
             garbage.kept_because[f"{column.name}/{name}"] = why
