@@ -23,7 +23,7 @@ from torch.nn.functional import interpolate
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, quote_value
-from clipmill.train.config.clips import ClipSettings, Overrides, Use
+from clipmill.train.config.clips import ClipSettings, OpenOptions, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.arguments import (
     name_arguments_in_errors,
@@ -287,7 +287,7 @@ def load_model(
         require_device(device)
     remarks: list[str] = []
     overrides = Overrides(num_frames=num_frames, sampling=sampling, size_px=size_px)
-    use = Use(shards=shards, device=device, overrides=overrides, is_without_data=True)
-    opened = open_weights_as(tasks_where(lambda spec: spec.features is not None), weights, use, say=remarks.append)
+    options = OpenOptions(shards=shards, device=device, overrides=overrides, is_without_data=True)
+    opened = open_weights_as(tasks_where(lambda spec: spec.features is not None), weights, options, say=remarks.append)
     model = opened.trained.fill(opened.task.build_model(None))
     return LoadedModel(opened, model, remarks=remarks)

@@ -223,7 +223,7 @@ class TaskSpec:
         """First evaluation that has no required flags; None if there is no such evaluation."""
         return next((evaluation for evaluation in self.evaluations if not evaluation.needs), None)
 
-    def open(self, settings: Any, *, run: RunFolder | None = None, **opened: Any) -> StartableTask:
+    def open(self, settings: Any, *, run: RunFolder | None = None, **arguments: Any) -> StartableTask:
         """Open the task with the given settings.
 
         Args:
@@ -231,7 +231,7 @@ class TaskSpec:
             opened: Attention backend and device. For weights that do not come from a run, also the `shape` of the
                 model, and the `AdoptedModel.open_arguments`.
         """
-        return self.make(settings, **{**({} if run is None else self.run_arguments(run)), **opened})
+        return self.make(settings, **{**({} if run is None else self.run_arguments(run)), **arguments})
 
 
 # Functions that import the spec of a task, by the name of the task.

@@ -31,7 +31,7 @@ def folder_not_shared(case: Case) -> str:
     case.out.mkdir()
     launches = case.launch(0, max_restarts=0), case.launch(1, max_restarts=0, before=_bind(node_folder, case.out))
     assert [launch.end() for launch in launches] == [1, 1]  # torchrun's own exit status
-    assert "is not shared by all nodes: rank 1 on node1 does not see a file that rank 0 on node0" in launches[0].output
+    assert "is not shared by all nodes: rank 1 on node1 cannot see a file that rank 0 on node0" in launches[0].output
     assert "is not shared by all nodes" in launches[1].output
     assert not list(case.out.iterdir()) and not list(node_folder.iterdir()), "files are left"
     return "refused"

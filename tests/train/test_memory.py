@@ -24,9 +24,9 @@ def test_nothing_fits_where_one_sample_does_not() -> None:
 
 def test_the_error_names_the_flags() -> None:
     figures = {"before_bytes": 2 * GB, "peak_bytes": 78 * GB, "total_bytes": 80 * GB}
-    error = memory_error(batch=1024, share=256, at_once=256, **figures)
+    error = memory_error(batch=1024, share=256, microbatch=256, **figures)
     assert "out of GPU memory: a forward and backward pass over 256 samples needs more than 80 GB" in str(error)
     assert error.hint is not None
     assert "--microbatch 128" in error.hint and "--batch 1024" in error.hint and "use --batch 512" in error.hint
-    alone = memory_error(batch=4, share=1, at_once=1, **figures)
+    alone = memory_error(batch=4, share=1, microbatch=1, **figures)
     assert alone.hint is not None and "--parallel.strategy fsdp" in alone.hint

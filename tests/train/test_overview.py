@@ -50,7 +50,7 @@ def test_further_pages_are_linked_by_their_titles(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")
-    assert caught.value.hint == "use a training command's --out"  # the hint is valid for every training command
+    assert caught.value.hint == "use the --out folder of a training command"  # of any of them
     with pytest.raises(UserError, match="there is no run in"):
         write_overview([tmp_path], tmp_path / "index.html")
 

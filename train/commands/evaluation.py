@@ -15,7 +15,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.commands.training import docstring
-from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, Overrides, Use, Weights
+from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, OpenOptions, Overrides, Weights
 from clipmill.train.config.fields import SEVERAL
 from clipmill.train.config.files import read_values
 from clipmill.train.config.shards import local_folder, require_paths, require_weights_exist
@@ -29,7 +29,7 @@ def score_run(
     evaluation: EvaluationSpec,
     weights: str | Path,
     flags: Any,
-    use: Use = AS_IN_TRAINING,
+    options: OpenOptions = AS_IN_TRAINING,
     *,
     out: Path | None = None,
     say: Callable[[str], None] = print,
@@ -51,7 +51,7 @@ def score_run(
     """
     tasks = _tasks_with(evaluation)
     require_weights_exist(weights, takes_tags=take_tags(tasks))
-    require_paths(shards=(use.shards,))
+    require_paths(shards=(options.shards,))
     with Activity("importing torch"):
         from clipmill.train.evaluation.opening import open_weights_as, require_weights, task_of_run
         from clipmill.train.evaluation.runner import score_opened
@@ -70,7 +70,7 @@ def score_run(
                 hint="omit it",
                 flags=("--out",),
             )
-    elif use.shards is None:
+    elif options.shards is None:
         require_weights(weights, tasks)
         raise UserError(
             f"--shards is missing: {weights} is not a run with a data folder",
@@ -78,8 +78,8 @@ def score_run(
             flags=("--shards",),
         )
     with ExitStack() as stack:
-        stack.enter_context(reading_variants_of_run(weights, use.shards, use.variant, say=say))
-        opened = open_weights_as(tasks, weights, use, hint_for_task=_evaluations_of, say=say)
+        stack.enter_context(reading_variants_of_run(weights, options.shards, options.variant, say=say))
+        opened = open_weights_as(tasks, weights, options, hint_for_task=_evaluations_of, say=say)
         stack.enter_context(show_batch_counts())
         result = score_opened(opened, evaluation, flags, out=out, on_write=on_written)
     if run is not None:
@@ -146,9 +146,9 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         errors: dict[str, UserError] = {}
         num_failed = 0
         for data in data_of(weights) if shards is None else (shards,):
-            use = Use(shards=data, variant=variant, where=where, overrides=shown)
+            options = OpenOptions(shards=data, variant=variant, where=where, overrides=shown)
             try:
-                result = score_run(evaluation, weights, flags, use, out=out, say=say, on_written=files.append)
+                result = score_run(evaluation, weights, flags, options, out=out, say=say, on_written=files.append)
             except UserError as error:
                 if data is None or shards is not None:
                     raise

@@ -70,7 +70,7 @@ def export_run(
         raise UserError(f"{out} exists already", hint="use another --out")
     require_weights_exist(weights, takes_tags=take_tags(tasks_where()))
     with Activity("importing torch"):
-        from clipmill.train.config.clips import Use
+        from clipmill.train.config.clips import OpenOptions
         from clipmill.train.evaluation.opening import open_weights_as, write_record
         from clipmill.train.report.card import CARD_FILE, model_card
         from clipmill.train.run.checkpoint import checkpoint_step
@@ -82,8 +82,8 @@ def export_run(
     if is_run(run.path):
         path = run.require_checkpoint() if checkpoint is None else _find_checkpoint(run, checkpoint)
         run.require_facts()
-    use = Use(overrides=overrides, is_without_data=bool(overrides.given_values()), checkpoint=path)
-    opened = open_weights_as(tasks_where(), weights, use, say=say)
+    options = OpenOptions(overrides=overrides, is_without_data=bool(overrides.given_values()), checkpoint=path)
+    opened = open_weights_as(tasks_where(), weights, options, say=say)
     spec, task = opened.spec, opened.spec.name
     subject = f"{weights} is a run" if opened.run is not None else f"{weights} holds weights"
     if spec.export is None:

@@ -121,7 +121,7 @@ Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Number, sampling and size of the frames of a clip, if they differ from the training of the weights in use."""
+    """Number, sampling and size of the frames of a clip, where they differ from the values used in training."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -141,11 +141,12 @@ class Overrides(Checked):
             UserError: An override applies to pixels, but the model takes latents.
         """
         values = {name: value for name, value in self.given_values().items() if value != getattr(settings, name)}
-        wrong = [name for name in values if name != "num_frames"]
-        if wrong and settings.reads_latents:
+        pixel_names = [name for name in values if name != "num_frames"]
+        if pixel_names and settings.reads_latents:
+            flag = f"--{pixel_names[0].replace('_', '-')}"
             raise UserError(
-                f"--{wrong[0].replace('_', '-')} {values[wrong[0]]} applies to pixels, but the model takes latents",
-                hint="omit it; only --num-frames may differ from the training",
+                f"{flag} {values[pixel_names[0]]} applies to pixels, but the model takes latents",
+                hint="omit the flag; only --num-frames may differ from its value in training",
             )
         return Overrides(**values)
 
@@ -164,16 +165,16 @@ _WITH_LATENTS = GoesWith("input", ("latents",))
 class ClipSettings(TrainingSettings):
     """Training settings of the tasks whose samples are clips, with the video tower that encodes the clips."""
 
-    least_batch: ClassVar[int] = 1
+    min_batch: ClassVar[int] = 1
     """Smallest batch for which the objective is defined."""
     only_kind: ClassVar[Kind | None] = None
-    """Kind of tower, for tasks that support a single kind."""
+    """Only kind of tower that the task supports; None if the task supports several kinds."""
     has_head: ClassVar[bool] = False
     """True if the model has trained parameters besides its towers."""
 
     views: Annotated[str | None, groups.CLIPS] = None
-    """Cameras that recorded the same moments, such as top,wrist. A sample then shows a moment from each of them. The
-    columns group and view of the captions identify moment and camera (docs/python.md). Default: each caption is a
+    """Cameras that recorded the same moments, such as top,wrist. A sample then shows a moment from each camera. The
+    caption columns `group` and `view` identify the moment and the camera (docs/python.md). Default: each caption is a
     separate sample."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
@@ -183,7 +184,7 @@ class ClipSettings(TrainingSettings):
     stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
     """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
-    """Frame size in pixels. Frames are resized to squares; it does not apply to latents."""
+    """Frame size in pixels. Frames are resized to squares of this size. The flag does not apply to latents."""
     crop: Crop = "random"
     """Crop in training. random: torchvision's RandomResizedCrop; simple: a square of fixed scale at a random position
     (SimpleRandomCrop); multi-scale: as in VideoMAE; centre: the centre square."""
@@ -317,17 +318,17 @@ def adapted_towers(settings: ClipSettings) -> tuple[Tower, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
-    """Options for the use of trained weights; the defaults are as in training.
+class OpenOptions:
+    """Options for opening trained weights. By default, data and settings are as in training.
 
     Attributes:
         shards: Data to use instead of the data of the run; None for weights that do not come from a run.
-        variant: Names of the data variants to read. Columns without a name here use the variant of the training, or
-            else the current variant.
-        where: Condition that selects samples. The condition of the training never applies.
+        variant: Names of the data variants to read. Other columns use the variant used in training or, if the data are
+            not the data of the run, the current variant.
+        where: Condition that selects samples. The condition used in training never applies.
         device: Device to use instead of the device of the run: auto, cpu or cuda.
         overrides: Different number, sampling or size of frames. Temporal and positional embeddings are interpolated.
-        is_without_data: True if the task builds models without samples, from the shapes of the weights.
+        is_without_data: True to build models from the shapes of the weights, without samples.
         checkpoint: Checkpoint of the run; None for the latest one.
     """
 
@@ -340,7 +341,7 @@ class Use:
     checkpoint: Path | None = None
 
     def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
-        """Return the settings of the weights with these options, and the overrides that differ from the training.
+        """Return the settings of the weights with these options, and the overrides that differ from these settings.
 
         Raises:
             UserError: An override applies to pixels, but the model takes latents.
@@ -356,4 +357,4 @@ class Use:
         return replace(settings, **changes), overrides
 
 
-AS_IN_TRAINING = Use()
+AS_IN_TRAINING = OpenOptions()

@@ -193,8 +193,9 @@ class DualEncoderTowers(Towers):
     """Pooling of the token embeddings of --towers.text hf:FOLDER. own: as in the model; mean: their mean; first, last:
     the first or last token."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). With a larger
-    number, the first 20 positional embeddings of a CLIP are kept, and the others are interpolated (Long-CLIP: 248)."""
+    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). If the number is
+    larger than in the weights of a CLIP, the first 20 positional embeddings are kept, and the others are interpolated
+    (Long-CLIP: 248)."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each setting that does not apply to the towers."""
@@ -219,7 +220,7 @@ def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """Return the kind of a video tower. The initial weights, which may determine it, must be known already."""
+    """Return the kind of a video tower. Call this after the kind has been read from the initial weights, if any."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
@@ -372,7 +373,7 @@ class FrozenPart:
         tower: Name of the module.
         num_blocks: Number of frozen blocks. Everything before the first block is also frozen. None if the complete
             tower is frozen.
-        trains_cross_attention: True if the cross-attention of the tower is trained nevertheless.
+        trains_cross_attention: True if the cross-attention of the tower is not frozen.
         value: Value of --freeze.
     """
 
@@ -388,7 +389,7 @@ class FrozenPart:
 
 
 def frozen_part(name: str) -> FrozenPart:
-    """Return the part of a model that a value of --freeze names: `video`, `text.blocks:6`, `blocks:6` (video tower).
+    """Parse a value of --freeze, such as `video`, `text.blocks:6` or `blocks:6` (video tower).
 
     Raises:
         UserError: The value does not name a part of a model.
@@ -408,7 +409,7 @@ def frozen_part(name: str) -> FrozenPart:
 def random_freeze_warning(freeze: Sequence[str]) -> str:
     """Return a warning about --freeze in a model with random weights; empty if only a decoder is frozen."""
     names = [part.value for part in map(frozen_part, freeze) if part.tower != "decoder"]
-    return f"--freeze {' '.join(names)} keeps random weights: there are no --init.weights" if names else ""
+    return f"--freeze {' '.join(names)} freezes random weights, because --init.weights is not set" if names else ""
 
 
 def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower]) -> tuple[Tower, ...]:
@@ -422,7 +423,7 @@ def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower
 def tuning_mistakes(
     freeze: Sequence[str], lora: Lora, *, towers: Sequence[Tower], has_head: bool, has_weights: bool
 ) -> Iterator[UserError]:
-    """Yield errors for values of --freeze and --lora.* that do not fit a model.
+    """Yield errors for values of --freeze and --lora.* that the model does not support.
 
     Args:
         towers: Towers of the model.

@@ -57,7 +57,7 @@ class FailureLog:
 
     def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
         self._path, self._world, self._max_failures = run.failures, world, max_failures
-        self._is_told = False
+        self._has_warned = False
 
         self._keys = world.first(
             lambda: [
@@ -120,8 +120,8 @@ class FailureLog:
                 f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}"
                 f"{describe_repeats(self._keys)}; the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
             )
-        if self._world.is_first and not self._is_told:
-            self._is_told = True
+        if self._world.is_first and not self._has_warned:
+            self._has_warned = True
             sys.stderr.write(
                 f"note: a sample could not be loaded and is skipped: {last}; the run ends if more than "
                 f"{self._max_failures} samples fail (--max-failures), listed in {self._path}{_remedy(failed)}\n"
@@ -136,7 +136,7 @@ def _remedy(failed: list[FailedSample]) -> str:
 
 
 # Fraction of GPU memory reserved for cuBLAS, NCCL and fragmentation.
-_SPARE = 0.1
+_RESERVED_FRACTION = 0.1
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
         raise memory_error(
             batch=settings.batch,
             share=share,
-            at_once=min(settings.microbatch or share, share),
+            microbatch=min(settings.microbatch or share, share),
             before_bytes=before_bytes,
             peak_bytes=torch.cuda.max_memory_allocated(device),
             total_bytes=available_bytes(device),
@@ -173,28 +173,28 @@ def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: t
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the GPU memory (bytes) that this process can use: not taken by others, and within its memory fraction."""
+    """Return the bytes of GPU memory that are free or held by this process, within its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
 
 
 def memory_error(
-    *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
+    *, batch: int, share: int, microbatch: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
     """Return the error for a step that needs more memory than this process can use.
 
     Args:
         batch: Number of samples per step, over all ranks.
         share: Number of these samples on this rank.
-        at_once: Number of samples in a microbatch.
+        microbatch: Number of samples in a microbatch.
         before_bytes: Bytes allocated before the step: weights, optimizer state, buffers.
         peak_bytes: Bytes allocated when memory ran out; the step needs at least that much.
         total_bytes: Bytes that this process can use.
     """
-    fits = largest_fit(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
+    fits = largest_fit(microbatch, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
-        f"out of GPU memory: a forward and backward pass over {count_noun(at_once, 'sample')} needs more than "
+        f"out of GPU memory: a forward and backward pass over {count_noun(microbatch, 'sample')} needs more than "
         f"{size_text(total_bytes)}: "
         f"{size_text(before_bytes)} were allocated before the step, and {size_text(peak_bytes)} at its peak"
     )
@@ -210,15 +210,15 @@ def memory_error(
     )
 
 
-def largest_fit(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return a number of samples that probably fits if `at_once` did not, as a power of two; None if none fits.
+def largest_fit(microbatch: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
+    """Return a number of samples that probably fits if `microbatch` did not, as a power of two; None if none fits.
 
-    A sample needs at least (peak - before) / at_once bytes. It may need more, because the peak is measured when memory
-    runs out, not after a complete step. The result is therefore at most half of `at_once`.
+    A sample needs at least (peak - before) / microbatch bytes. It may need more, because the peak is measured when
+    memory runs out, not after a complete step. The result is therefore at most half of `microbatch`.
     """
-    if at_once < 2:
+    if microbatch < 2:
         return None
-    free_bytes = (1 - _SPARE) * total_bytes - before_bytes
-    sample_bytes = max(peak_bytes - before_bytes, 1) / at_once
-    largest = min(at_once // 2, int(free_bytes / sample_bytes))
+    free_bytes = (1 - _RESERVED_FRACTION) * total_bytes - before_bytes
+    sample_bytes = max(peak_bytes - before_bytes, 1) / microbatch
+    largest = min(microbatch // 2, int(free_bytes / sample_bytes))
     return 1 << (largest.bit_length() - 1) if largest >= 1 else None

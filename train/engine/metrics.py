@@ -24,7 +24,7 @@ from clipmill.train.run.tracking import Trackers
 
 # For each matrix product of the forward pass, the backward pass computes two.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no FLOP formula for attention on a CPU. Use the formula for a GPU, which is the same.
+# torch 2.11 has no FLOP formula for attention on a CPU. Use the formula for GPUs, because the FLOPs are equal.
 flop_registry.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
@@ -32,7 +32,7 @@ flop_registry.setdefault(
 
 
 class Throughput:
-    """Samples per second of all ranks together, and FLOP/s of this rank's device.
+    """Samples per second over all ranks, and FLOP/s of this rank's device.
 
     Attributes:
         flops_per_step: FLOPs of the model on this rank; None until they have been counted.
@@ -409,7 +409,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
-        """Log the pending step if its metrics are finite, without communication. This method follows errors, too."""
+        """Log the pending step if its metrics are finite, without communication. Call this method after errors too."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return
@@ -446,7 +446,7 @@ _JOULES_PER_KWH = 3.6e6
 
 
 class Consumption:
-    """Consumption of a run: `gpu_hours`, and `gpu_kwh` if it is known. All ranks must call the methods."""
+    """Consumption of a run: `gpu_hours`, and `gpu_kwh` if the energy is known. All ranks must call the methods."""
 
     def __init__(self, run: RunFolder, *, world: World, device: torch.device) -> None:
         self._run, self._world, self._device = run, world, device

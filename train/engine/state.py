@@ -143,9 +143,9 @@ class State:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         optimized = self._optimized_parameters()
-        packed = self.optimizer.state_dict()
-        packed["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
-        self.optimizer.load_state_dict(packed)
+        optimizer_state = self.optimizer.state_dict()
+        optimizer_state["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
+        self.optimizer.load_state_dict(optimizer_state)
         if (names := find_non_finite(self.tensors(), world=world)) is not None:
             raise UserError(
                 f"checkpoint {path} contains values that are not finite (NaN or infinity) in {names}",
@@ -192,9 +192,13 @@ class State:
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
                 # A tensor with the shape of the parameter is sharded like the parameter. The step count is on the CPU.
-                is_like = key != "step" and entry["size"] == list(parameter.shape)
+                has_same_shape = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
-                value = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
+                value = (
+                    torch.zeros_like(parameter, dtype=dtype)
+                    if has_same_shape
+                    else torch.zeros(entry["size"], dtype=dtype)
+                )
                 tensors.setdefault(name, {})[key] = value
         return tensors
 

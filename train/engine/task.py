@@ -178,9 +178,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class ClipTask(Generic[Settings, Samples, Model]):
     """Base class of tasks that train a video tower on clips.
 
-    It holds the settings, device and initial weights, and prepares the input of the model. A subclass adds samples,
-    model and objective. Tasks outside of clipmill may derive from this class too, but the loop requires only
-    `StartableTask`.
+    The class stores the settings, device and initial weights, and prepares the input of the model. A subclass adds
+    samples, model and objective. Tasks outside of clipmill may derive from this class too, but the loop requires only
+    the interface of `StartableTask`.
 
     Args:
         shape: Shape of the model, if existing weights determine it; `build_model` then needs no samples.
@@ -229,19 +229,24 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return task
 
     def record_evaluation(
-        self, evaluated: EvaluatedData, samples: "EvaluatedSet", *, means_of: tuple[int, str] | None = None, **more: str
+        self,
+        evaluated: EvaluatedData,
+        samples: "EvaluatedSet",
+        *,
+        averaged_items: tuple[int, str] | None = None,
+        **more: str,
     ) -> None:
         """Record the data of an evaluation during training, for run.json and the results page.
 
         Args:
-            means_of: Number of items that the metrics are averaged over, and a noun for these items; None for clips.
+            averaged_items: Number and noun of the items that the metrics are averaged over; None for clips.
             more: Additional entries about the evaluation.
         """
         from clipmill.train.data.held_out import held_out_facts
 
         data = data_facts(self._settings.shards, evaluated.shards)
-        held = held_out_facts(samples, self.with_data(evaluated.shards)._settings, split=evaluated.split, data=data)
-        cautions = [] if held is None else held.cautions(items=means_of)
+        held_out = held_out_facts(samples, self.with_data(evaluated.shards)._settings, split=evaluated.split, data=data)
+        cautions = [] if held_out is None else held_out.cautions(items=averaged_items)
         self._evaluations[evaluated.name] = {
             **data,
             "split": evaluated.split,
@@ -284,7 +289,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         from clipmill.train.weights.sources import base_of
 
         assert self._start is not None
-        fitted, theirs = self._start.fitted.tensors, source.converted.tensors
+        fitted, source_tensors = self._start.fitted.tensors, source.converted.tensors
         for tower in self.pretrained_towers():
             if not any(name.startswith(f"{tower}.") for name in fitted):
                 raise UserError(
@@ -294,7 +299,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 )
         # Resized tensors are new objects. Checkpoints contain them, so reading the base needs no resizing.
         frozen = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        names = [name for name in frozen if name in theirs and fitted.get(name) is theirs[name]]
+        names = [name for name in frozen if name in source_tensors and fitted.get(name) is source_tensors[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
@@ -388,14 +393,14 @@ def drop_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say
     """Remove the weights of parts that a model does not have, and print which parts are not used.
 
     Args:
-        parts: Descriptions of parts, by prefix of their tensor names.
+        parts: Descriptions of parts, keyed by the prefix of their tensor names.
         model: Noun for the message, such as "a classifier".
     """
     tensors = source.converted.tensors
     unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
     if unused:
-        which = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
-        say(f"weights: not used, because {model} has no such parts: {which}")
+        unused_parts = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+        say(f"weights: not used, because {model} has no such parts: {unused_parts}")
     kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
     return replace(source, converted=replace(source.converted, tensors=kept))
 
@@ -415,5 +420,7 @@ def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
         return {}
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
-    which = f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
-    return {"parameters": f"{total:,}, {which}"}
+    frozen = (
+        f"{num_frozen:,} of them frozen ({'; '.join(task.frozen_parts())})" if num_frozen else "none of them frozen"
+    )
+    return {"parameters": f"{total:,}, {frozen}"}

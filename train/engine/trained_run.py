@@ -73,7 +73,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
     facts = read_metadata(checkpoint)
     require_trained_with(checkpoint, settings, file=run.settings)
     has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
-    which = "moving average of the weights" if has_averages else "weights without averaging"
+    averaging = "moving average of the weights" if has_averages else "weights without averaging"
 
     def load(model: nn.Module) -> None:
         try:
@@ -84,7 +84,7 @@ def open_trained_run(run: RunFolder, settings: Settings, *, checkpoint: Path | N
                 hint="restore the settings that the run was trained with; they may have been changed by hand",
             ) from error
 
-    return prepare_run(settings, run=run, facts=run.read_facts(), step=facts.step, weights=which, load=load)
+    return prepare_run(settings, run=run, facts=run.read_facts(), step=facts.step, weights=averaging, load=load)
 
 
 def shape_of_run(run: RunFolder, settings: ClipSettings) -> ModelShape:

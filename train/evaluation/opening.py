@@ -22,7 +22,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_bytes, publish_json
 from clipmill.manifests.settings import deferred_checks
 from clipmill.manifests.storage.mirrors import is_remote
-from clipmill.train.config.clips import AS_IN_TRAINING, ClipSettings, Use
+from clipmill.train.config.clips import AS_IN_TRAINING, ClipSettings, OpenOptions
 from clipmill.train.config.files import load_settings, save_settings
 from clipmill.train.config.model import Init, Towers
 from clipmill.train.config.shards import HUB_PREFIX, NAME_AND_TAG, is_name_and_tag, local_folder, missing_weights_error
@@ -47,7 +47,7 @@ from clipmill.train.weights.sources import fetch_tag, open_weights
 def open_weights_as(
     tasks: Tasks,
     weights: str | Path,
-    use: Use = AS_IN_TRAINING,
+    options: OpenOptions = AS_IN_TRAINING,
     *,
     hint_for_task: Callable[[str], str] | None = None,
     say: Say,
@@ -57,7 +57,7 @@ def open_weights_as(
     Args:
         tasks: Specs of the tasks by name. A run that does not record its task belongs to the first task.
         weights: Run, exported folder, file from a different project, or open_clip's NAME:TAG.
-        use: Checkpoint, data and overrides to use.
+        options: Checkpoint, data and overrides.
         hint_for_task: Function that takes the name of a task that is not in `tasks`, and returns the hint of the error.
         say: Function that prints the source of the weights, and the names of interpolated tensors.
 
@@ -66,10 +66,12 @@ def open_weights_as(
     """
     path = local_folder(weights)
     if is_run(path) or is_remote(str(weights)):
-        return open_for(task_of_run(open_run(path), tasks, hint_for_task=hint_for_task), open_run(path), use, say=say)
-    if use.checkpoint is not None:
+        return open_for(
+            task_of_run(open_run(path), tasks, hint_for_task=hint_for_task), open_run(path), options, say=say
+        )
+    if options.checkpoint is not None:
         raise UserError(
-            f"--checkpoint is {use.checkpoint}, but {weights} is not a run",
+            f"--checkpoint is {options.checkpoint}, but {weights} is not a run",
             hint="omit it",
             flags=("--checkpoint",),
         )
@@ -87,7 +89,7 @@ def open_weights_as(
         size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
         adopted = AdoptedModel(settings=recorded, shape=ModelShape(size=size, image_px=side))
     with deferred_checks():  # the checks are about --model
-        settings, overrides = use.apply_to(adopted.settings)
+        settings, overrides = options.apply_to(adopted.settings)
     shape = adopted.shape
     if not settings.reads_latents:
         shape = replace(shape, image_px=settings.size_px)
@@ -103,8 +105,8 @@ def open_weights_as(
         run=None,
         settings=settings,
         shape=shape,
-        shards=use.shards,
-        variant=use.variant,
+        shards=options.shards,
+        variant=options.variant,
         trained=replace(
             trained, load=partial(load_all_parameters, source=source, fit=task.fit_all_parameters, say=say)
         ),

@@ -16,7 +16,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import publish_json
 from clipmill.manifests.storage.mirrors import show_urls
-from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, ClipSettings, LatentSettings, Overrides, Use
+from clipmill.train.config.clips import AS_IN_TRAINING, AS_TRAINED, ClipSettings, LatentSettings, OpenOptions, Overrides
 from clipmill.train.config.files import load_settings
 from clipmill.train.config.shards import kind_of
 from clipmill.train.config.training import flatten, plain_values
@@ -168,13 +168,13 @@ class Score:
     write_more: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
-def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
-    """Open a checkpoint of a run, and the run's task.
+def open_for(spec: TaskSpec, run: RunFolder, options: OpenOptions = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
+    """Open a checkpoint of a run, and its task.
 
     Args:
         spec: Spec of the task.
         run: Folder of the run.
-        use: Checkpoint, data and overrides to use.
+        options: Checkpoint, data and overrides.
         say: Function that prints which tensors were interpolated.
 
     Raises:
@@ -182,13 +182,13 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
     """
     saved_settings: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(saved_settings.towers, run)
-    checkpoint = use.checkpoint or run.require_checkpoint()
+    checkpoint = options.checkpoint or run.require_checkpoint()
     trained = open_trained_run(
-        run, replace(saved_settings, device=use.device or saved_settings.device), checkpoint=checkpoint
+        run, replace(saved_settings, device=options.device or saved_settings.device), checkpoint=checkpoint
     )
-    settings, overrides = use.apply_to(trained.settings)
+    settings, overrides = options.apply_to(trained.settings)
     shape = shape_of_run(run, settings)
-    arguments = {"shape": shape} if use.is_without_data else {}
+    arguments = {"shape": shape} if options.is_without_data else {}
     task: Any = spec.open(settings, attention=trained.attention, device=trained.device, run=run, **arguments)
     if overrides.given_values():
         source = open_run_weights(run, checkpoint=checkpoint)
@@ -199,8 +199,8 @@ def open_for(spec: TaskSpec, run: RunFolder, use: Use = AS_IN_TRAINING, *, say: 
         title=show_urls(str(run.path)),
         run=run,
         settings=settings,
-        shards=use.shards,
-        variant=use.variant,
+        shards=options.shards,
+        variant=options.variant,
         trained=trained,
         task=task,
         overrides=overrides,
@@ -213,7 +213,7 @@ def evaluate(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, flags: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
     """Evaluate the latest checkpoint of a run, and write the result file; see `open_for` and `score_opened`."""
-    return score_opened(open_for(spec, run, Use(shards=shards)), evaluation, flags)
+    return score_opened(open_for(spec, run, OpenOptions(shards=shards)), evaluation, flags)
 
 
 def score_opened(

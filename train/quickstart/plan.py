@@ -108,7 +108,7 @@ def measure(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if batch // 2 < settings.least_batch:
+        if batch // 2 < settings.min_batch:
             raise UserError(
                 f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {device.type}",
                 hint="use --preset tiny, or --device cpu",

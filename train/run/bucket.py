@@ -7,8 +7,8 @@ Each process has its own local folder, which mirrors the run (`clipmill.train.co
   (`share_lock`), so that a node that returns after the lease has expired changes nothing.
 - Small files are uploaded as soon as they are published. Files that grow line by line are uploaded twice a minute,
   before a checkpoint becomes complete, and at the end (`upload_periodically`).
-- Each rank uploads its parts of a checkpoint, under names that no other attempt of the launch uses. Rank 0 uploads
-  checkpoint.json last: a checkpoint exists once this file exists (`clipmill.train.run.checkpoint_writer`).
+- Each rank uploads its part of a checkpoint under a name that is unique to this process. Rank 0 uploads checkpoint.json
+  last: a checkpoint exists as soon as this file exists (`clipmill.train.run.checkpoint_writer`).
 """
 
 import socket
@@ -37,7 +37,7 @@ Outcome = TypeVar("Outcome")
 def hold_run(mirror: Mirror, *, wait_s: float) -> Iterator[None]:
     """Hold the lock of a run within the block.
 
-    A killed process loses its lock after a minute, or at once if the next process is on the same machine.
+    The lock of a killed process expires after a minute, or immediately if the next process is on the same machine.
 
     Args:
         wait_s: Maximum time in seconds to wait for a process that still renews its lock.
@@ -59,38 +59,40 @@ def hold_run(mirror: Mirror, *, wait_s: float) -> Iterator[None]:
 
 
 def _report_wait(holder: str) -> None:
-    sys.stderr.write(f"waiting for the lock of {holder}, which ends within {EXPIRY_S:g} s if that process was killed\n")
+    sys.stderr.write(
+        f"waiting for the lock of {holder}; the lock expires within {EXPIRY_S:g} s if that process was killed\n"
+    )
 
 
 def share_lock(mirror: Mirror, *, world: World) -> None:
     """Let all ranks write into a run while rank 0 holds its lock. All ranks must call this function.
 
     Raises:
-        UserError: A rank does not find the lock, or cannot write. The error is raised on all ranks.
+        UserError: A rank cannot find the lock, or cannot write. The error is raised on all ranks.
     """
     access = world.first(lambda: mirror.access)
 
     def join() -> None:
-        here = f"rank {world.rank} on {socket.gethostname()}"
+        rank = f"rank {world.rank} on {socket.gethostname()}"
         try:
             mirror.join(access)
         except LeaseLost as error:
             raise UserError(
-                f"--out {mirror.url} is not the same bucket for all ranks: {here} does not find the lock of rank 0",
+                f"--out {mirror.url} is not the same bucket for all ranks: {rank} cannot find the lock of rank 0",
                 hint="use the same endpoint and credentials on every node",
                 flags=("--out",),
             ) from error
         except OSError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{here} cannot use --out {mirror.url}: {error.strerror}", hint="try again") from error
+            raise UserError(f"{rank} cannot use --out {mirror.url}: {error.strerror}", hint="try again") from error
 
     world.each(join if not world.is_first else lambda: None)
 
 
 @contextmanager
 def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
-    """Call a function that uploads growing files every `PERIOD_S` within the block, and at the end of the block."""
+    """Call `upload` every `PERIOD_S` within the block, and at the end of the block."""
     is_over = threading.Event()
 
     def run_uploads() -> None:
@@ -113,8 +115,8 @@ def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
     upload()
 
 
-def insist(work: Callable[[], Outcome]) -> Outcome:
-    """Call `work`, and again while the bucket does not respond, for at most `PATIENCE_S`; return the result."""
+def retry_until_response(work: Callable[[], Outcome]) -> Outcome:
+    """Return the result of `work`. While the bucket does not respond, retry for at most `PATIENCE_S`."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -385,7 +385,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def removal_hint(path: Path) -> str:
-    """Return the hint for a checkpoint that cannot be used: to remove it, and what is used instead."""
+    """Return a hint to remove an unusable checkpoint. The hint also says which checkpoint is used instead."""
     step = checkpoint_step(path)
     earlier = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
     if not earlier:

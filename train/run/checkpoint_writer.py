@@ -51,11 +51,11 @@ class CheckpointWriter:
         self._storage = Storage(world)
         self._is_remote = mirror_of(folder) is not None
         self._part = f"__{world.rank}_0.bin"
-        self._insist: Callable[[Callable[[], object]], object] = lambda work: work()
+        self._retry: Callable[[Callable[[], object]], object] = lambda work: work()
         if self._is_remote:
-            from clipmill.train.run.bucket import insist
+            from clipmill.train.run.bucket import retry_until_response
 
-            self._insist = insist
+            self._retry = retry_until_response
             # Use a unique name, so that a delayed upload from an earlier attempt cannot replace this part.
             self._part = f"__{world.rank}_{secrets.token_hex(4)}.bin"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -100,8 +100,8 @@ class CheckpointWriter:
             return
         error = self._writing.exception()
         self._writing = None
-        failed_here = error is not None and not isinstance(error, FailedElsewhere)
-        reasons = self._world.gather_objects(_describe_error(error) if failed_here else None)
+        is_local_error = error is not None and not isinstance(error, FailedElsewhere)
+        reasons = self._world.gather_objects(_describe_error(error) if is_local_error else None)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
@@ -143,21 +143,21 @@ class CheckpointWriter:
         if not self._world.is_first:
             return
         if self._is_remote:
-            self._insist(partial(refresh, final))  # make the parts of other ranks visible
-        self._insist(partial(publish_json, folder / TABLE_FILE, table))
+            self._retry(partial(refresh, final))  # make the parts of other ranks visible
+        self._retry(partial(publish_json, folder / TABLE_FILE, table))
         files[TABLE_FILE] = file_facts(folder / TABLE_FILE)
-        self._insist(write_extras)
-        self._insist(partial(publish_json, folder / METADATA_FILE, metadata.as_json(files)))
+        self._retry(write_extras)
+        self._retry(partial(publish_json, folder / METADATA_FILE, metadata.as_json(files)))
         if not self._is_remote:
             _publish(temporary, final)
-        self._insist(self._prune)
+        self._retry(self._prune)
 
     def _upload(self, part: Path, final: Path) -> None:
         """Upload this rank's part of a checkpoint, and return once all ranks have uploaded their parts."""
         error: Exception | None = None
         try:
             final.mkdir(exist_ok=True)
-            self._insist(partial(replace, part, final / part.name))
+            self._retry(partial(replace, part, final / part.name))
             _delete(part.parent)
         except (OSError, ClipmillError) as raised:
             error = raised
@@ -206,7 +206,7 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps whose checkpoints can be removed: all but the last `keep`, and the first with the best score.
+    """Return the steps whose checkpoints can be removed. The last `keep` and the first with the best score are kept.
 
     Args:
         scores: Score of each evaluated step; higher is better.

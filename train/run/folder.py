@@ -314,7 +314,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
 
 
 def sweep(run: RunFolder) -> None:
-    """Remove the temporary files that killed processes left in a run's folder. The caller must hold its lock."""
+    """Remove the temporary files that killed processes left in a run's folder. The caller must hold the run's lock."""
     for folder in (run.path, run.path / EVALUATIONS):
         for path in _leftover_files(folder, "*"):
             path.unlink(missing_ok=True)
@@ -376,7 +376,7 @@ def open_run(path: Path) -> RunFolder:
     """
     run = RunFolder(path)
     if not run.settings.is_file():
-        raise UserError(f"there is no run in {show_urls(str(path))}", hint="use a training command's --out")
+        raise UserError(f"there is no run in {show_urls(str(path))}", hint="use the --out folder of a training command")
     return run
 
 

@@ -19,9 +19,9 @@ class Meters:
 
         self._batch = settings.batch
         self._steps = counter("steps", "Optimizer steps that this process has taken.")
-        self._samples = counter("samples", "Samples of these steps, over all ranks.")
-        self._step_s = counter("step_seconds", "Time of these steps, including the wait for data.")
-        self._data_wait_s = counter("data_wait_seconds", "Time of these steps in which a rank waited for data.")
+        self._samples = counter("samples", "Samples in the steps of this process, over all ranks.")
+        self._step_s = counter("step_seconds", "Time of the steps of this process, including data waits.")
+        self._data_wait_s = counter("data_wait_seconds", "Time for which the steps waited for data.")
         self._failed = counter("failed_samples", "Samples that could not be loaded, since the run began.")
         self._num_failed = 0
         self._step = gauge("step", "Number of the last step, since the run began.")

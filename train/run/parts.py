@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 
-_PARTS_TOGETHER = 8  # number of parts that a rank makes between two synchronisations
+_PARTS_PER_GROUP = 8  # number of parts that a rank makes between two synchronisations
 _MAX_FULL = 60  # maximum length of a value that is shown in full, in characters; a hash is longer
 _MAX_SHOWN, _LEAD = 32, 8  # length of the excerpt of a longer value, and number of characters before the difference
 
@@ -68,14 +68,14 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
     publish_checked_json(path, dict(plan))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: frozenset[str] = frozenset()) -> str:
-    """Describe how the plan of requested work differs from an existing plan; empty if the plans are equal.
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, ignored: frozenset[str] = frozenset()) -> str:
+    """Describe how the plan of requested work differs from an existing plan; return "" if the plans are equal.
 
     Args:
-        free: Names of entries, such as `weights.source`, that may differ.
+        ignored: Names of entries, such as `weights.source`, that may differ.
     """
     old, new = flatten(dict(old)), flatten(dict(new))
-    names = [name for name in new if name not in free and old.get(name) != new[name]]
+    names = [name for name in new if name not in ignored and old.get(name) != new[name]]
     return "; ".join("{} was {} and is {}".format(name, *_shorten(old.get(name), new[name])) for name in names)
 
 
@@ -124,9 +124,9 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
 
     progress.begin(0, len(parts))
     # Fast ranks wait for slow ranks after every group of parts, because a collective times out after half an hour.
-    for start in range(0, -(-len(parts) // world.size), _PARTS_TOGETHER):
-        group = rank_parts[start : start + _PARTS_TOGETHER]
+    for start in range(0, -(-len(parts) // world.size), _PARTS_PER_GROUP):
+        group = rank_parts[start : start + _PARTS_PER_GROUP]
         num_failed += sum(world.gather_objects(world.each(partial(make_group, group))))
         if world.size > 1:
-            progress.show(min((start + _PARTS_TOGETHER) * world.size, len(parts)), status_text(num_failed))
+            progress.show(min((start + _PARTS_PER_GROUP) * world.size, len(parts)), status_text(num_failed))
     progress.close()

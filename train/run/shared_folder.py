@@ -1,7 +1,7 @@
 """Check that the processes of several nodes share one run folder, and wait until all of them see its files.
 
 All processes write their parts of checkpoints into the folder. If each node had a separate folder, every checkpoint
-would lack the parts of the other nodes. A new file is not visible on other nodes at once, because NFS caches the
+would lack the parts of the other nodes. A new file is not visible on other nodes immediately, because NFS caches the
 attributes of folders for up to 60 s (acdirmax, nfs(5)). Listing a folder makes NFS query the server, so the functions
 in this module list the folder while they wait.
 """
@@ -25,14 +25,15 @@ _POLL_S = 0.1
 
 
 def require_shared(folder: Path, *, world: World) -> None:
-    """Check that `folder`, which rank 0 creates, is the same writable folder for all ranks. All ranks must call this.
+    """Create `folder` on rank 0, and check that it is the same writable folder for all ranks.
 
-    Rank 0 writes a file, the first rank of each other node writes a reply next to it, and rank 0 looks for the replies.
-    If the check fails, a new folder is removed. In a bucket, the ranks look for the lock, which rank 0 must hold.
+    All ranks must call this function. Rank 0 writes a file, the first rank of each other node writes a reply next to
+    it, and rank 0 looks for the replies. If the check fails, a folder that rank 0 created is removed. In a bucket, the
+    ranks look for the lock, which rank 0 must hold.
 
     Raises:
-        UserError: A rank does not see a file of another rank within `VISIBLE_S`, or cannot write. The error is raised
-            on all ranks.
+        UserError: A rank cannot see a file of another rank within `VISIBLE_S`, or cannot write. The error is raised on
+            all ranks.
     """
     if world.size == 1:
         return
@@ -88,10 +89,10 @@ def _create_probe(folder: Path, name: str) -> bool:
 
 
 def _write_reply(folder: Path, name: str, reply: str | None, *, world: World, writer: str) -> None:
-    here = f"rank {world.rank} on {socket.gethostname()}"
+    rank = f"rank {world.rank} on {socket.gethostname()}"
     if not _wait_until(lambda: name in _sizes(folder)):
         raise UserError(
-            f"--out {folder} is not shared by all nodes: {here} does not see a file that rank 0 on {writer} wrote into "
+            f"--out {folder} is not shared by all nodes: {rank} cannot see a file that rank 0 on {writer} wrote into "
             f"it {VISIBLE_S:g} s ago",
             hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
             flags=("--out",),
@@ -102,7 +103,7 @@ def _write_reply(folder: Path, name: str, reply: str | None, *, world: World, wr
         (folder / reply).touch(exist_ok=False)
     except OSError as error:
         raise UserError(
-            f"{here} cannot write into --out {folder}: {error.strerror}",
+            f"{rank} cannot write into --out {folder}: {error.strerror}",
             hint="make the folder writable on all nodes: each process writes its part of checkpoints there",
             flags=("--out",),
         ) from error
@@ -114,7 +115,7 @@ def _find_replies(folder: Path, replies: list[str | None], hosts: list[str]) -> 
         return
     rank = next(rank for rank, name in enumerate(replies) if name is not None and name not in _sizes(folder))
     raise UserError(
-        f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} does not see a file that rank {rank} on "
+        f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} cannot see a file that rank {rank} on "
         f"{hosts[rank]} wrote into it {VISIBLE_S:g} s ago",
         hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
         flags=("--out",),

@@ -42,7 +42,7 @@ class Progress:
     Args:
         what: Name of the activity, such as "embedding".
         unit: Singular noun for the counted items.
-        is_quiet: Show nothing, as on all ranks except the first.
+        is_quiet: True to show nothing, as on all ranks except the first.
     """
 
     def __init__(self, what: str = "training", *, unit: str = "step", is_quiet: bool = False) -> None:
@@ -261,7 +261,7 @@ def check_tracking(settings: TrackSettings) -> None:
 
 
 def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line by name of the chart: train/loss, speed/mfu, samples/FOLDER, SPLIT/METRIC."""
+    """Return the metrics of a line, keyed by chart name: train/loss, speed/mfu, samples/FOLDER, SPLIT/METRIC."""
     metrics = {f"samples/{name}": float(count) for name, count in line.get("sources", {}).items()}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -306,17 +306,17 @@ class WeightsAndBiases:
         import yaml
 
         path = run.path / _WANDB_FILE
-        known: dict[str, Any] = (
+        saved: dict[str, Any] = (
             parse_json(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
         )
         lines = read_lines(run.metrics)
-        self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)
-        publish_json(path, {"id": known["id"], "last_step": self._last_step})
+        self._last_step = max(saved["last_step"], step, lines[-1]["step"] if lines else 0)
+        publish_json(path, {"id": saved["id"], "last_step": self._last_step})
         facts = run.read_facts()
         self._run = _open_wandb(
             settings.track,
             run,
-            run_id=known["id"],
+            run_id=saved["id"],
             name=run_name(run.name, settings, facts),
             config={
                 **yaml.safe_load(settings_yaml(settings)),
@@ -389,7 +389,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def run_name(folder: str, settings: TrainingSettings, facts: Mapping[str, Any]) -> str:
-    """Return the name of a W&B run, which consists of the fields of SpaceTimeGPT's run names that the task has.
+    """Return the name of a W&B run in the style of SpaceTimeGPT's run names, with the fields that the task has.
 
     Example: `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`, with the number of processes,
     captions per clip, fraction of the videos, layers of encoder and decoder, widths of decoder and encoder, frames,

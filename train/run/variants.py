@@ -21,8 +21,9 @@ from clipmill.train.data.data_folder import folder_path
 from clipmill.train.data.variants import RecordedVariants, choose_variants
 from clipmill.train.run.folder import RunFolder, is_run
 
-VARIANTS_FACT = "variants"  # entry of run.json: name and recipe of a variant by column, for each data folder
-EVALUATED_FACT = "evaluated_variants"  # the same for the data of --evaluate.shards, by address
+# Entries of run.json with the name and recipe of the variant of each column: for each data folder of the run, in order,
+# and for the data folders of --evaluate.shards, by address.
+VARIANTS_FACT, EVALUATED_FACT = "variants", "evaluated_variants"
 
 
 def evaluated_data(settings: ClipSettings) -> list[str]:
@@ -37,7 +38,7 @@ def evaluated_data(settings: ClipSettings) -> list[str]:
 
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of run.json about the variants that a run reads, for training and for evaluations."""
+    """Return the entries of run.json about the variants that a run reads for training and for evaluations."""
     evaluated = evaluated_data(settings)
     evaluated_variants = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
     return {
@@ -53,7 +54,7 @@ def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[st
 def _variants_of(
     folders: Sequence[str], where: str | None, *, columns: Sequence[str], cache: Path | None
 ) -> list[RecordedVariants]:
-    """Return the current variants of the columns in each data folder that samples are read from; {} for tars."""
+    """Return the current variants of the columns that samples are read from, for each data folder; {} for tars."""
     names = [*columns]
     if where is not None:
         from clipmill.shards.where import parse_where
@@ -84,16 +85,18 @@ def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[
 def reading_variants_of_run(
     weights: str | Path, shards: str | None, names: Collection[str] = (), *, say: Callable[[str], object]
 ) -> Iterator[None]:
-    """Read the variants in `names` within the block, or the variants of the training.
+    """Read the variants in `names` within the block. Other columns use the variants that the run was trained with.
 
     Args:
-        weights: Run folder, or other weights, which have no data.
-        shards: Data folder to read instead of the data of the run. Its current variants are read.
+        weights: Run folder, or weights from another source, which do not record any data.
+        shards: Data folder to read instead of the data of the run. Unless the run was trained on this folder, the
+            current variants are read for columns without a name.
         names: Names of variants (`--variant`).
-        say: Function that prints which variant of the training is missing, and which variant is read instead.
+        say: Function that prints a note if a variant used in training no longer exists and the current variant is read
+            instead.
 
     Raises:
-        UserError: The data have no variant with one of the names.
+        UserError: No data folder has a variant with a name in `names`.
     """
     run = RunFolder(local_folder(weights))
     try:

@@ -206,7 +206,7 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError if the work in a folder differs from the requested work; the error lists the differences."""
-    changes = [differences(old, new, free=_IGNORED_ENTRIES | {_IDENTITY})]
+    changes = [differences(old, new, ignored=_IGNORED_ENTRIES | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         old_weights, new_weights = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
         changes.insert(

@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.commands.evaluation import score_run
-from clipmill.train.config.clips import Use
+from clipmill.train.config.clips import OpenOptions
 from clipmill.train.tasks.caption.metrics import score_captions
 from clipmill.train.tasks.caption.spec import CAPTIONS, CaptionFlags
 from clipmill.train.tasks.caption.task import GeneratedCaptions, metrics_of
@@ -54,7 +54,7 @@ def test_scores_are_those_of_the_captions_and_all_references(captioner_run: Path
     assert (result["num_samples"], result["num_references"]) == (3, 3)
     assert result["ids_hash"] == scores.ids_hash and scores.idf in result["protocol"]
     assert 0 < result["loss"] < 10
-    assert result["absent"]["spice"].startswith("its jars were not given")
+    assert result["absent"]["spice"] == "--spice-jars is not set"
     assert result["absent"]["meteor"] == "left out of this test"
 
 
@@ -72,7 +72,7 @@ def test_a_page_of_its_own_has_every_clip_with_pictures_and_all_references(
 def test_beside_them_stands_one_caption_of_the_training_split_for_all(result: dict[str, Any]) -> None:
     constant = result["constant"]
     assert constant["caption"] in {"it begins", *(f"the {part} of {v}" for part in ("middle", "end") for v in "abc")}
-    assert "of split 'train', 9 clips" in constant["chosen"]
+    assert "from the captions of 9 clips, spread evenly over split 'train'" in constant["chosen"]
     assert constant["means"].keys() == result["means"].keys()
 
 
@@ -91,9 +91,9 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
     results = json.loads(capsys.readouterr().out)
     assert (results["num_samples"], results["num_references"]) == (1, len(BAD))
-    assert "; 1 video of it has no captions" in results["data"]
+    assert "; 1 video of the split has no captions" in results["data"]
     assert "cut to 12 tokens" in results["data"]
-    assert "as there is nothing of split 'train'" in results["constant"]["chosen"]
+    assert "because split 'train' cannot be read" in results["constant"]["chosen"]
     assert "said" not in results
     text = page(captioner_run)
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text and "两只猫在睡觉 🐈" in text
@@ -121,7 +121,7 @@ def test_references_without_words_are_left_out_and_named(
     assert train("eval", "caption", run, "--shards", data_dir, "--json") == 0
     results = json.loads(capsys.readouterr().out)
     assert results["num_samples"] == 1 and results["without_words"] == ["f"]
-    assert "; left out for references without words: 1 (f)" in results["data"]
+    assert "; omitted because the references have no words: 1 clip (f)" in results["data"]
     # A captioner that writes empty captions scores 0.
     captions = GeneratedCaptions(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
     numbers = metrics_of([captions], references=lambda number: ["it begins", ""] if number else ["..."])
@@ -129,7 +129,7 @@ def test_references_without_words_are_left_out_and_named(
     assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
     with pytest.raises(UserError, match="no reference of 1 clip has words"):
-        score_run(CAPTIONS, run, CaptionFlags(split="test"), Use(shards=str(data_dir)))
+        score_run(CAPTIONS, run, CaptionFlags(split="test"), OpenOptions(shards=str(data_dir)))
 
 
 def test_a_captioner_that_says_nothing_at_all_ends_its_evaluation(
@@ -150,7 +150,7 @@ def test_a_captioner_that_says_nothing_at_all_ends_its_evaluation(
 
 def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:
     with pytest.raises(UserError, match="has no captions of split 'test'"):
-        score_run(CAPTIONS, captioner_run, CaptionFlags(split="test"), Use(shards=str(odd_data)))
+        score_run(CAPTIONS, captioner_run, CaptionFlags(split="test"), OpenOptions(shards=str(odd_data)))
 
 
 def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
@@ -164,7 +164,7 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     results = json.loads(file.read_bytes())
     assert results["num_samples"] == 2
     assert results["overrides"] == {"decoding.method": "beam", "decoding.num_beams": 2, "decoding.early_stopping": True}
-    assert results["data"].endswith("; one clip in 5 is captioned: 2")
+    assert results["data"].endswith("; 1 in 5 clips is captioned (2 clips)")
     shown = " ".join(map(str, flags))
     assert set(results["command"].split()) == {
         "train",

@@ -141,7 +141,7 @@ def test_tokens_come_with_the_decoder_whatever_the_new_captions_are(
         assert train("caption", "--shards", others, "--out", out, *SMALL.split(), *flags) == 0
         assert (out / "tokenizer.json").read_bytes() == tokenizer_file
         assert facts(out)["decoder"] == facts(run)["decoder"]
-    assert "their decoder has a context of 12 tokens: --decoder.max-tokens 12" in capsys.readouterr().out
+    assert "--decoder.max-tokens is 12, the context length of the decoder" in capsys.readouterr().out
     assert "max_tokens: 12" in (tmp_path / "plain" / "settings.yaml").read_text()
 
 
@@ -164,8 +164,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         ((bare,), "has a decoder, but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file,), "has a decoder, but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file, "--decoder.tokenizer", run), "decoder with width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),
-        ((run, "--decoder.weights", folder), "two decoders are named", "omit --decoder.weights"),
-        ((file, "--decoder.weights", folder), "two decoders are named", "omit --decoder.weights"),
+        ((run, "--decoder.weights", folder), "two decoders are selected", "omit --decoder.weights"),
+        ((file, "--decoder.weights", folder), "two decoders are selected", "omit --decoder.weights"),
         ((run, "--decoder.depth", 2), "--decoder.depth is 2, but the decoder of", "omit it"),
         ((run, "--decoder.max-tokens", 13), "--decoder.max-tokens is 13, but the decoder of", "or less"),
         ((run, "--decoder.vocabulary", 300), "--decoder.vocabulary is 300, which has no effect", "omit it"),

@@ -43,7 +43,7 @@ def test_targets_end_where_there_is_room_and_are_padded_with_what_losses_leave_o
         NO_TOKEN,
     ]
     assert TOKENIZER.targets(TEXTS[0], max_tokens=2).tolist() == ids[:2]
-    counted = [TOKENIZER.num_longer(TEXTS, max_tokens=size) for size in (1, len(ids), len(ids) + 1)]
+    counted = [TOKENIZER.count_longer(TEXTS, max_tokens=size) for size in (1, len(ids), len(ids) + 1)]
     assert counted == [4, sum(len(TOKENIZER.ids(text)) >= len(ids) for text in TEXTS), counted[2]]
     assert counted[2] < counted[1]
 

@@ -58,7 +58,7 @@ def test_hits_are_those_of_a_full_sort() -> None:
 
 
 def test_the_mean_over_classes_counts_those_that_occur_alike() -> None:
-    tally = Tally.of(4, CPU)
+    tally = Tally.zeros(4, CPU)
     probabilities = torch.tensor([[0.9, 0.1, 0, 0]] * 3 + [[0.1, 0.9, 0, 0]])
     tally.add(probabilities[:2], torch.tensor([0, 0]))
     tally.add(probabilities[2:], torch.tensor([1, 2]))

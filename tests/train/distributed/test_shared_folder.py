@@ -18,9 +18,7 @@ def test_ranks_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
     for process in (first, second):
         # A slow machine prints its progress first.
         assert "error: --out run is not shared by all nodes: rank 1 on " in process["command"], process["command"]
-        assert (
-            "does not see a file that rank 0 on " in process["command"] and "hint: use a folder" in process["command"]
-        )
+        assert "cannot see a file that rank 0 on " in process["command"] and "hint: use a folder" in process["command"]
         assert process["shared"] == [], "a probe file was not deleted"
         assert process["late"] == "whole"
     assert (first["missing"], second["missing"]) == (True, False)

@@ -10,7 +10,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.store import read_captions
-from clipmill.train.config.clips import Use
+from clipmill.train.config.clips import OpenOptions
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import open_for
 from clipmill.train.models.text import load_tokenizer
@@ -63,7 +63,7 @@ def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def public_accuracy(run: Path, kitchen: Path) -> dict[str, float]:
     """Return the percentage of questions whose argmax is the answer, by whether the clips come from one video."""
-    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), Use())
+    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), OpenOptions())
     table = protocol_captions(kitchen, "egomcq", split="val", sources=None)
     samples = opened_run.task.samples("val", World(), table=table)
     model = opened_run.trained.fill(opened_run.task.build_model(samples))

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.config.clips import Use
+from clipmill.train.config.clips import OpenOptions
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.runner import OpenedRun, open_for
 from clipmill.train.models.text import load_tokenizer
@@ -177,7 +177,7 @@ def test_dual_softmax_is_not_tied_by_rounding() -> None:
 
 
 def open_model(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
-    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), Use(shards=str(data)))
+    opened_run = open_for(find_task("dual-encoder"), RunFolder(run), OpenOptions(shards=str(data)))
     return opened_run, opened_run.trained.fill(opened_run.task.build_model(opened_run.task.samples("test", World())))
 
 

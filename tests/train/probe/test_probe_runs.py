@@ -99,7 +99,7 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
     words = {
         "mae": "mean of the encoder's tokens",
         "towers": "before the projection",
-        "classes": "what the last layer sees",
+        "classes": "input of the last layer",
     }
     for name, flags in runs.items():
         out = train_run(tmp_path / name, flags[0], moving, *flags[1:])

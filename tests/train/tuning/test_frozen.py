@@ -52,7 +52,7 @@ def test_frozen_parts_stay_as_they_are_to_the_bit(
     total, num_frozen = (sum(after[name].numel() for name in names) for names in (after, frozen))
     message = f"{total:,}, {num_frozen:,} of them frozen ({'; '.join(FROZEN[case][1 : 3 if case == 'blocks' else 2])})"
     printed = capsys.readouterr().out
-    assert "keeps random weights" not in printed
+    assert "freezes random weights" not in printed
     assert f"parameters: {message}\n" in printed and RunFolder(out).read_facts()["parameters"] == message
     # For a frozen tensor, a checkpoint stores only the tensor itself.
     assert stored_names(out, "model.") == after.keys()
@@ -84,7 +84,7 @@ def test_the_first_blocks_are_run_without_a_graph(
         flags = [*TINY, "--towers.depth", 4, "--lr", "1e-3", "--steps", 1]
         flags += ["--shards", data_dir, "--out", tmp_path / "run"]
         assert train("dual-encoder", *flags, "--freeze", "blocks:3", "text.blocks:1") == 0
-    message = "--freeze blocks:3 text.blocks:1 keeps random weights: there are no --init.weights\n"
+    message = "--freeze blocks:3 text.blocks:1 freezes random weights, because --init.weights is not set\n"
     assert message in capsys.readouterr().out
     grown = {name for name, has_graph in seen.items() if has_graph}
     assert len(seen) == 7 and grown == {"video.transformer.resblocks.3", "text.transformer.resblocks.1"}

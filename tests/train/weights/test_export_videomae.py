@@ -208,7 +208,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ((run, "--format", "onnx"), "--format onnx cannot store a masked", "hf or videomae"),
         ((run, "--format", "tflite"), "there is no format tflite (--format)", "use one of open_clip, hf, timm, torch"),
         ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding applies only to dual", "omit"),
-        ((out, "--format", "hf"), "is a classifier with CLIP's tower, which --format hf cannot hold", "videomae"),
+        ((out, "--format", "hf"), "is a classifier with CLIP's tower, which --format hf does not support", "videomae"),
     ):
         assert train("export", *arguments, "--out", tmp_path / "no") == 2
         printed = capsys.readouterr().err.splitlines()

@@ -100,18 +100,18 @@ def read_record(out: Path) -> dict[str, Any] | None:
         if not isinstance(record, dict) or record["kind"] != PSEUDO_CAPTIONS:
             raise ValueError(f"not a table of {PSEUDO_CAPTIONS}")
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OTHER) from error
+        raise UserError(f"{out} exists already, and is not a table of train caption-chunks", hint=_OUT_HINT) from error
     return record
 
 
-_OTHER = "use a different --out"
+_OUT_HINT = "use a different --out"
 
 
 def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that lists the differences if `path` does not hold the requested captions."""
     if changes := differences(old, plan):
         raise UserError(
-            f"{path} is stale, it has other captions: {changes}",
+            f"{path} does not contain the requested captions: {changes}",
             hint="use a different --out, or remove it first",
         )
 
@@ -240,7 +240,7 @@ def _chunks_sha256(samples: Samples[ClipReader]) -> str:
 
 
 def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -> dict[str, Any]:
-    """Caption the missing parts, and publish the table. All ranks must call it.
+    """Caption the missing parts, and publish the table. All ranks must call this function.
 
     Returns:
         The metadata of the table.

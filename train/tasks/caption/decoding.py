@@ -1,8 +1,8 @@
 """Generation of captions token by token, with greedy search, sampling or beam search.
 
 A generator is any object with the methods `start` and `step` (`Generator`): a captioner in one process, or its stages
-in a pipeline. All processes that hold a part of the model decode in lockstep: `step` returns the logits of the last
-stage in every process, so all processes choose the same tokens.
+in a pipeline. The processes of a pipeline decode in lockstep: `step` returns the logits of the last stage in every
+process, so all processes choose the same tokens.
 
 Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
 still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W size of the vocabulary.
@@ -31,7 +31,7 @@ from clipmill.train.tasks.caption.spec import (
 
 # Function that chooses the next tokens [r] from their logits [r, W], the indices of the rows [r], and the position.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts are removed from the batch and the cache once at most this fraction of the texts is unfinished.
+# Finished texts are removed from the batch and the cache as soon as at most this fraction of the texts is unfinished.
 _COMPACT_AT = 0.5
 _NEVER = -1e9  # score of an empty beam
 
@@ -101,13 +101,13 @@ def generate_captions(
         samples: Number that identifies each text, such as the index of its clip. Sampling depends on this number and on
             the seed, but not on the other texts of the batch.
         prompt_VP: First tokens of each text, int64. Default: the end token.
-        rows_per_video: Number of texts per clip, in adjacent rows. It must be 1, except for sampling.
+        rows_per_video: Number of texts per clip, in adjacent rows. Greedy and beam search support only 1.
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples) // rows_per_video, 1), end_id, device=video.device)
     if settings.method == "beam":
         return beam_search(generator, video, prompt_VP, settings, end_id=end_id)
-    choose = greedy_tokens if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
+    choose = greedy_tokens if settings.method == "greedy" else make_sampler(settings, samples, device=prompt_VP.device)
     return generate(
         generator,
         video,
@@ -177,11 +177,11 @@ def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) ->
     return logits_rW.argmax(dim=1)
 
 
-def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Return a function that samples tokens after it has applied temperature, top-k and top-p, in this order.
+def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
+    """Return a function that applies temperature, top-k and top-p, in this order, and then samples tokens.
 
     Args:
-        samples: Number that identifies each text, from which its random numbers are drawn.
+        samples: Number that identifies each text. The random numbers of a text depend on this number and on the seed.
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
@@ -245,13 +245,14 @@ def beam_search(
     *,
     end_id: int,
 ) -> Generated:
-    """Find the best text for each video, with the rules of `generate` in transformers.
+    """Find the best text for each video by the rules of beam search in `transformers.generate`.
 
-    In each step, the best 2 B continuations of a video's running texts are candidates, so at least B of them are
-    unfinished. Candidates that have ended, and are among the best B, compete with the finished texts, and the best B of
-    them are kept. Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done
-    when it has B finished texts, and the best running text, scored at its current length, is not better than any of
-    them; with early stopping, as soon as it has B finished texts. At the maximum length, every text counts as ended.
+    In each step, the best 2 B continuations of a video's running texts are candidates, so at least B candidates are
+    unfinished. Ended candidates among the best B compete with the finished texts, and the best B of these texts are
+    kept. Texts are compared by the sum of their log probabilities / length ** length_penalty. A video is done when it
+    has B finished texts and its best running text, scored at its current length, is not better than any of them. With
+    early stopping, a video is done as soon as it has B finished texts. At the maximum length, every text counts as
+    ended.
     """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device

@@ -44,13 +44,13 @@ from clipmill.train.tasks.caption.spec import (
 from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, mean_loss
 from clipmill.train.tasks.caption.tokenizer import one_line
 
-_MAX_CLIPS_OF_CONSTANT = 500  # maximum number of clips from whose captions the constant caption is chosen
+_MAX_CONSTANT_CLIPS = 500  # maximum number of clips from whose captions the constant caption is chosen
 _PROTOCOL = (
-    "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
-    "punctuation; idf from"
+    "one generated caption per clip, compared with all references of the clip; tokenized as by Stanford's "
+    "PTBTokenizer, without punctuation; idf from"
 )
-# Entries of the protocol on the page of all captions: labels, and keys of the result.
-_ON_PAGE = {
+# Entries of the protocol on the page of all captions: key of the result, by label.
+_PAGE_ENTRIES = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
     "clips": "num_samples",
@@ -93,7 +93,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     for index in sorted(generated.captions):
         begin_s, end_s = samples.span_s(index)
         names[index] = videos[index] if is_single else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
-    captions, references, left_out = comparable_captions(
+    captions, references, wordless_clips = comparable_captions(
         {name: generated.captions[index] for index, name in names.items()},
         {name: samples.captions.texts_of(index) for index, name in names.items()},
     )
@@ -122,7 +122,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     player = open_player(settings, split=split)
     values = {
         "data": "; ".join(
-            [samples.describe(), *_omitted_notes(samples, every=every), *_without_words(scores, left_out)]
+            [samples.describe(), *_omitted_notes(samples, every=every), *_without_words(scores, wordless_clips)]
         ),
         "decoding": describe_decoding(decoding_settings),
         "protocol": f"{_PROTOCOL} {scores.idf}",
@@ -134,7 +134,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         "means": scores.means,
         "absent": scores.absent,
         "empty": list(scores.empty),
-        "without_words": left_out,
+        "without_words": wordless_clips,
         "constant": {"caption": constant, "chosen": constant_rule, "means": constant_scores.means},
         "said": scored_captions.examples(player),
         "all_said": f"evaluations/{opened.result_name(name, flags)}.html",
@@ -150,7 +150,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             baseline=constant_scores.means,
             absent=scores.absent,
             protocol={
-                **{label: str(result[key]) for label, key in _ON_PAGE.items()},
+                **{label: str(result[key]) for label, key in _PAGE_ENTRIES.items()},
                 **({} if player is None else {"videos": PLAYED}),
             },
         )
@@ -191,41 +191,44 @@ def _constant_baseline(
 ) -> tuple[str, str]:
     """Return the best constant caption, and a description of the rule that selected it.
 
-    The caption is from the training split or, if this cannot be read, from the references.
+    The caption is chosen from the training split or, if that split cannot be read, from the references.
     """
     split = settings.split
     try:
         training_set = task.samples(split, World())
     except UserError as error:
-        reason = f"{CONSTANT_RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
-        return best_constant(references), reason
-    every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
+        rule = f"{CONSTANT_RULE}; chosen from the references, because split {split!r} cannot be read: {error}"
+        return best_constant(references), rule
+    every = every_for(len(training_set), at_most=_MAX_CONSTANT_CLIPS)
     captions = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
-    rule = f"{CONSTANT_RULE}: of split {split!r}, {count_noun(len(captions), 'clip')} spread evenly over it"
+    clips = count_noun(len(captions), "clip")
+    rule = f"{CONSTANT_RULE}; chosen from the captions of {clips}, spread evenly over split {split!r}"
     return best_constant(captions), rule
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Return remarks on videos of a split that have no captions, and on clips that --max-samples omits."""
+    """Return remarks on the videos of a split without captions, and on the clips that --max-samples omits."""
     chunks = samples.reader.chunks
     remarks = []
     if num_without := len(chunks.video_ids) - len(np.unique(samples.video)):
-        have = "video of it has" if num_without == 1 else "videos of it have"
+        have = "video of the split has" if num_without == 1 else "videos of the split have"
         remarks.append(f"{num_without:,} {have} no captions")
     if every > 1:
-        remarks.append(f"one clip in {every:,} is captioned: {len(range(0, len(samples), every)):,}")
+        num_captioned = count_noun(len(range(0, len(samples), every)), "clip")
+        remarks.append(f"1 in {every:,} clips is captioned ({num_captioned})")
     return remarks
 
 
-def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
+def _without_words(scores: CaptionScores, wordless_clips: Sequence[str]) -> list[str]:
     """Return remarks on generated captions without words, and on clips whose references have no words."""
     remarks = []
     if scores.empty:
         remarks.append(
-            f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({name_videos(scores.empty)})"
+            f"{len(scores.empty):,} of {scores.num_videos:,} generated captions are empty ({name_videos(scores.empty)})"
         )
-    if left_out:
-        remarks.append(f"left out for references without words: {len(left_out):,} ({name_videos(left_out)})")
+    if wordless_clips:
+        clips = f"{count_noun(len(wordless_clips), 'clip')} ({name_videos(wordless_clips)})"
+        remarks.append(f"omitted because the references have no words: {clips}")
     return remarks
 
 
@@ -264,7 +267,7 @@ class ScoredCaptions:
     num_frames: int
 
     def examples(self, player: Player | None) -> list[dict[str, Any]]:
-        """Return examples as JSON-serialisable values, spread evenly over the split, regardless of their scores."""
+        """Return examples as JSON-serialisable values. They are spread evenly over the split, regardless of scores."""
         return [
             {
                 **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
@@ -286,9 +289,9 @@ class ScoredCaptions:
         playable = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
-            shown = ShownClip()
+            shown_clip = ShownClip()
             if player is not None and index in playable:
-                shown = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
+                shown_clip = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
             has_image = row % every == 0 or index in playable
             frames = self.samples.shown_frames(index, num_frames=self.num_frames) if has_image else []
@@ -299,7 +302,7 @@ class ScoredCaptions:
                 references=[one_line(reference) for reference in self.references[name]],
                 scores=self.scores.per_video[name],
                 picture=sheet_uri(frames),
-                shown=shown,
+                shown=shown_clip,
             )
 
 

@@ -53,7 +53,7 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a captioner of TimeSformer and GPT-2; None for weights without a decoder.
+    """Convert the weights of a captioner of TimeSformer and GPT-2; return None if the weights have no decoder.
 
     Raises:
         UserError: The folder has no config.json or tokenizer, whose content cannot be read from the tensors.
@@ -218,14 +218,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, video = ".", "video.mp4"
 with open(f"{folder}/PREPROCESSING") as file:
-    how = json.load(file)["input"]
+    settings = json.load(file)["input"]
 prefix = torch.export.load(f"{folder}/model.pt2").module()
 tokenizer = AutoTokenizer.from_pretrained(f"{folder}/lm")
 lm = AutoModelForCausalLM.from_pretrained(f"{folder}/lm")
 PEFT_LOAD
 with av.open(video) as container:
     frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-count, side = how["num_frames"], how["size_px"]
+count, side = settings["num_frames"], settings["size_px"]
 clip = torch.stack([frames[(2 * i + 1) * len(frames) // (2 * count)] for i in range(count)])  # evenly spaced
 clip = clip.permute(0, 3, 1, 2) / 255
 height, width = clip.shape[2:]
@@ -233,7 +233,7 @@ short = min(height, width)
 top, left = (height - short) // 2, (width - short) // 2
 clip = clip[:, :, top : top + short, left : left + short]
 clip = torch.nn.functional.interpolate(clip, (side, side), mode="bilinear", antialias=True)
-mean, std = (torch.tensor(how[name])[:, None, None] for name in ("mean", "std"))
+mean, std = (torch.tensor(settings[name])[:, None, None] for name in ("mean", "std"))
 clips = ((clip - mean) / std).transpose(0, 1)[None]  # [1, channels, frames, height, width]
 ids = lm.generate(inputs_embeds=prefix(clips))
 caption = tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -179,7 +179,9 @@ def require_java(spice_jars: Path | None = None) -> None:
         jar_of_pycocoevalcap(_METEOR_JAR)
     except MetricUnavailable as reason:
         raise UserError(
-            f"--evaluate.java: {reason}", hint="install what is missing, or omit it", flags=("--evaluate.java",)
+            f"--evaluate.java: {reason}",
+            hint="install the missing program or package, or omit --evaluate.java",
+            flags=("--evaluate.java",),
         ) from None
     if spice_jars is not None:
         check_jars(spice_jars)

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Number of tokens with which `decodes` tests a model; maximum error of float32 logits relative to the largest logit.
-_PROBE, _PROBE_ERROR = 4, 1e-4
+# Number of tokens with which `can_decode` tests a model, and maximum error of the logits relative to the largest logit.
+_NUM_PROBE_TOKENS, _MAX_PROBE_ERROR = 4, 1e-4
 
 
 class VisualProjector(nn.Module):
@@ -96,7 +96,7 @@ class PrefixCache:
 
     Attributes:
         keys_values: Cache of the language model.
-        first_RW: Logits for the first tokens, which the prefix yields; None once they were used.
+        first_RW: Logits for the first tokens, computed from the prefix; None after the first step.
     """
 
     keys_values: Any
@@ -194,14 +194,17 @@ class LanguageCaptioner(nn.Module):
 
 
 @torch.no_grad()
-def decodes(decoder: "PreTrainedModel") -> bool:
-    """Return True if a language model returns the same logits token by token, with a cache, as for all tokens at once.
+def can_decode(decoder: "PreTrainedModel") -> bool:
+    """Return True if a language model computes equal logits token by token with a cache, and for all tokens together.
 
     Encoders fail this test, because their outputs depend on later tokens. State-space models fail it, because they have
     no keys and values. The test also reorders the rows of the cache, as beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
-    ids_RL = torch.arange(2 * _PROBE).reshape(2, _PROBE) % decoder.get_input_embeddings().num_embeddings
+    ids_RL = (
+        torch.arange(2 * _NUM_PROBE_TOKENS).reshape(2, _NUM_PROBE_TOKENS)
+        % decoder.get_input_embeddings().num_embeddings
+    )
     embeddings_RLD = decoder.get_input_embeddings()(ids_RL)
     try:
         all_RLW = decoder(inputs_embeds=embeddings_RLD, use_cache=False).logits
@@ -214,7 +217,7 @@ def decodes(decoder: "PreTrainedModel") -> bool:
     finally:
         decoder.train(was_training)
     read_RLW = torch.cat([start.logits, last.logits[:, -1:].flip(0)], dim=1)
-    return bool((read_RLW - all_RLW).abs().max() <= _PROBE_ERROR * all_RLW.abs().max())
+    return bool((read_RLW - all_RLW).abs().max() <= _MAX_PROBE_ERROR * all_RLW.abs().max())
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:
@@ -227,7 +230,7 @@ def checkpoint_language_blocks(decoder: "PreTrainedModel") -> None:
     """Enable activation checkpointing in the blocks of a language model.
 
     Raises:
-        UserError: transformers does not support it for this model.
+        UserError: transformers does not support activation checkpointing for this model.
     """
     # Older versions of transformers use the second name.
     enable = getattr(decoder, "activation_checkpointing_enable", None) or decoder.gradient_checkpointing_enable
@@ -278,7 +281,7 @@ class LanguageDecoder:
         files: Configuration and tokenizer files by name.
         source: Name of the model, as the user wrote it.
         folder: Folder with the weights; None if the weights are in a checkpoint.
-        loaded: List with the loaded model, until the first captioner is built with it.
+        loaded: List that contains the loaded model until the first captioner is built with this model.
     """
 
     config: "PreTrainedConfig"
@@ -349,7 +352,7 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
         ) from error
     if lacks := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):
         raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=hint)
-    if not decodes(model):
+    if not can_decode(model):
         raise _undecodable_error(folder, config.model_type)
     return model  # type: ignore[no-any-return]
 

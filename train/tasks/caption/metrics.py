@@ -53,7 +53,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GramCounts:
-    """Counts of the n-grams of one order: E entries, one per distinct n-gram of each caption, sorted by both.
+    """Counts of the n-grams of one order: E entries, one per distinct n-gram of each caption.
+
+    The entries are sorted by caption, and then by n-gram.
 
     Attributes:
         caption: Index of the caption, int64 [E].
@@ -67,7 +69,7 @@ class GramCounts:
     count: Ints
     num_grams: int
 
-    def of(self, first: int, last: int) -> "GramCounts":
+    def select(self, first: int, last: int) -> "GramCounts":
         """Return the counts of the captions `first` to `last` - 1, renumbered from 0."""
         start, end = np.searchsorted(self.caption, (first, last))
         return GramCounts(self.caption[start:end] - first, self.gram[start:end], self.count[start:end], self.num_grams)
@@ -240,7 +242,7 @@ def _common_length(positions: dict[str, int], num_words: int, reference_words: S
 
 _MAX_LISTED = 3
 # Rule for choosing the constant caption, as stored in result files.
-CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
+CONSTANT_RULE = "the caption with the highest mean CIDEr-D if it is used for every clip"
 _SHORTLIST = 8
 
 
@@ -285,7 +287,7 @@ def score_captions(
 
     Args:
         candidates: Generated caption for each video ID. It may be empty.
-        references: Captions for each video ID, at least one of them with words (`without_words` lists other videos).
+        references: Captions for each video ID. At least one caption must have words (see `without_words`).
         with_java: True to compute METEOR and SPICE, whose programs take seconds to start.
         spice_jars: Folder with the two jars that SPICE needs; None to omit SPICE.
         meteor: METEOR inside its `with` block, to score several sets of captions with one program. Default: a new
@@ -309,7 +311,7 @@ def score_captions(
 
     def score_spice() -> tuple[float, dict[str, float]]:
         if spice_jars is None:
-            raise MetricUnavailable("its jars were not given (--spice-jars)")
+            raise MetricUnavailable("--spice-jars is not set")
         return spice(ours, theirs, jars=spice_jars)
 
     columns, means = _plain_scores(ours, theirs)
@@ -362,8 +364,8 @@ def _plain_scores(
     counts = count_grams(captions)
     num_videos = len(ours)
     corpus = Corpus(
-        candidates=[grams.of(0, num_videos) for grams in counts],
-        references=[grams.of(num_videos, len(captions)) for grams in counts],
+        candidates=[grams.select(0, num_videos) for grams in counts],
+        references=[grams.select(num_videos, len(captions)) for grams in counts],
         candidate_lengths=lengths[:num_videos],
         reference_lengths=lengths[num_videos:],
         video_of_reference=np.repeat(np.arange(num_videos), [len(references) for references in theirs.values()]),

@@ -176,7 +176,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     tokenizer = tokenizer_of_folder or requested
     if tokenizer is None:
         raise no_tokenizer(str(init_weights))
-    if tokenizer_of_folder and requested and tokenizer_of_folder.numbers() != requested.numbers():
+    if tokenizer_of_folder and requested and tokenizer_of_folder.token_ids() != requested.token_ids():
         raise UserError(
             f"--decoder.tokenizer {decoder.tokenizer} has other tokens than the decoder of {folder} was trained "
             "with (--init.weights)",
@@ -461,7 +461,7 @@ def with_source_decoder(settings: CaptionerSettings, source: Source, *, say: Say
         return settings
     if decoder.weights is not None:
         raise UserError(
-            f"two decoders are named: {source.title} has one, and --decoder.weights is {decoder.weights}",
+            f"two decoders are selected: {source.title} has one, and --decoder.weights is {decoder.weights}",
             hint="omit --decoder.weights, or use weights without a decoder for --init.weights",
             flags=("--decoder.weights",),
         )
@@ -472,7 +472,7 @@ def with_source_decoder(settings: CaptionerSettings, source: Source, *, say: Say
         return settings
     if decoder.max_tokens != DecoderSettings.max_tokens:
         _check_max_tokens(decoder, f"the decoder of {source.title}", context_length)
-    say(f"weights: their decoder has a context of {context_length} tokens: --decoder.max-tokens {context_length}")
+    say(f"weights: --decoder.max-tokens is {context_length}, the context length of the decoder")
     return replace(settings, decoder=replace(decoder, max_tokens=context_length))
 
 
@@ -483,7 +483,7 @@ def _with_source_language(settings: CaptionerSettings, source: Source, folder: P
     if (requested := decoder_settings.lm or decoder_settings.weights) is not None:
         flag = decoder_settings.flag("lm" if decoder_settings.lm else "weights")
         raise UserError(
-            f"two decoders are named: {source.title} has one, and {flag} is {requested}",
+            f"two decoders are selected: {source.title} has one, and {flag} is {requested}",
             hint=f"omit {flag}, or use weights without a decoder for --init.weights",
             flags=(flag,),
         )

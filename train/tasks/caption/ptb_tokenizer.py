@@ -114,18 +114,18 @@ def _any_of(words: Iterable[str]) -> str:
 @cache
 def rules() -> tuple[Rule, ...]:
     """Return all rules, in order."""
-    inside = character_classes()
+    classes = character_classes()
     # Building blocks of the patterns.
     accent = "&(?i:[aeiou](?:acute|grave|uml));"
-    alone = f"[A-Za-z{inside['letter']}]"
-    letter = f"(?:[A-Za-z{inside['letter']}{inside['mark']}]|{accent})"
+    base_letter = f"[A-Za-z{classes['letter']}]"
+    letter = f"(?:[A-Za-z{classes['letter']}{classes['mark']}]|{accent})"
     word = f"{letter}(?:{letter}|[0-9])*"
-    piece = f"[A-Za-z{inside['letter']}0-9]+"
+    base_word = f"[A-Za-z{classes['letter']}0-9]+"
     hyphen = "[-_\u058a\u2010\u2011]"
     apostrophe = "(?:['\u0092\u2019]|&apos;)"
     any_apostrophe = "(?:['\u0092\u2019`\u2018\u0091]|&apos;)"
     number = "(?:[0-9]*(?:[.:,\u066b\u066c][0-9]+)+|[0-9]+)"
-    french = f"(?:[dDoOlL]{any_apostrophe}{piece[:-1]})?{piece}"  # d'accord, o'clock
+    french = f"(?:[dDoOlL]{any_apostrophe}{base_word[:-1]})?{base_word}"  # d'accord, o'clock
     hyphenated = f"{french}(?:{hyphen}{french})*"
     dotted = r"[A-Za-z0-9][A-Za-z0-9.,]*(?:-(?:[A-Za-z](?:\.[A-Za-z])+\.|[A-Za-z0-9]+))+"
     words = f"{word}(?:[.!?]{word})+"
@@ -133,15 +133,15 @@ def rules() -> tuple[Rule, ...]:
     tag = "[A-Za-z][A-Za-z0-9_.:-]*"
     tags = f"(?:<[!?][A-Za-z-][^>]*>|</{tag}[ ]*>|<{tag}(?:[ ]+{tag}(?:=(?:\"[^\"]*\"|'[^']*'))?)*[ ]*/?[ ]*>)"
     path = r'(?:/[^ \t\n\f\r"<>|()]+[^ \t\n\f\r"<>|.!?(){},-])?'
-    spelled = r"[A-Za-z0-9]+(?:-[A-Za-z]+){0,2}"
+    hyphenated_word = r"[A-Za-z0-9]+(?:-[A-Za-z]+){0,2}"
     starters = _any_of({form for name in SENTENCE_STARTERS.split() for form in (name, name.upper())})
     capitals = "|".join(f"{name[0].upper()}(?i:{name[1:]})" for name in ABBREVIATIONS_WITH_CAPITALS.split())
     two_more = r"[\s\S]{2}"
 
     all_rules: list[Rule] = []
 
-    def rule(token: str, then: str = "", rewrite: Rewrite | None = None, *, flags: int = 0) -> None:
-        all_rules.append(Rule(re.compile(f"({token}){then}", flags), rewrite))
+    def rule(token: str, context: str = "", rewrite: Rewrite | None = None, *, flags: int = 0) -> None:
+        all_rules.append(Rule(re.compile(f"({token}){context}", flags), rewrite))
 
     any_case = re.IGNORECASE
     # Tags.
@@ -201,14 +201,14 @@ def rules() -> tuple[Rule, ...]:
     # Words with hyphens, slashes, ampersands, apostrophes.
     rule(hyphenated)
     rule(dotted)
-    rule(rf"{spelled}(?:\\?/{spelled}){{1,2}}")
+    rule(rf"{hyphenated_word}(?:\\?/{hyphenated_word}){{1,2}}")
     rule("[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+", rewrite=lambda token: token.replace("&amp;", "&"))
     rule(f"{apostrophe}n{apostrophe}?", flags=any_case)
     rule(f"[lLdDjJ]{apostrophe}")
     rule(f"(?:dunkin|somethin|ol){apostrophe}|{apostrophe}em", flags=any_case)
     rule(_any_of(WORDS_WITH_APOSTROPHES.split()), flags=any_case)
-    rule(f"[A-HJ-XZn]{any_apostrophe}{alone}{{2,}}")
-    rule(f"{alone}+[aeiouyAEIOUY]{any_apostrophe}[aeiouA-Z]{alone}*")
+    rule(f"[A-HJ-XZn]{any_apostrophe}{base_letter}{{2,}}")
+    rule(f"{base_letter}+[aeiouyAEIOUY]{any_apostrophe}[aeiouA-Z]{base_letter}*")
     rule(f"[oO]{any_apostrophe}[oO]")
     rule(f"{apostrophe}(?:[2-9]0s|[0-9]{{2}}(?=[ \\t\\n\u00a0]))")
     rule(f"{apostrophe}(?:till?|cause)", flags=any_case)
@@ -231,17 +231,17 @@ def rules() -> tuple[Rule, ...]:
     rule(quotes, rewrite=lambda token: "".join(_QUOTES.get(character, character) for character in token))
     rule("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u2080-\u2089]+")
     rule(r"[()\[\]{}]", rewrite=_BRACKETS.__getitem__)
-    rule(rf"[!#$%&*+,./:;<=>?@\\^_|~\-{inside['symbol']}]")
+    rule(rf"[!#$%&*+,./:;<=>?@\\^_|~\-{classes['symbol']}]")
     return tuple(all_rules)
 
 
 def character_classes() -> dict[str, str]:
     """Return the characters beyond ASCII of the kinds `letter`, `mark` and `symbol`, as content of regex classes."""
-    inside = {"letter": "", "mark": "", "symbol": ""}
+    classes = {"letter": "", "mark": "", "symbol": ""}
     for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
         first, last, kind = line.split("\t")
-        inside[kind] += rf"\u{first}-\u{last}"
-    return inside
+        classes[kind] += rf"\u{first}-\u{last}"
+    return classes
 
 
 # The original converts brackets to lower case ("-lrb-") before it drops punctuation, so brackets are not dropped.
@@ -253,9 +253,9 @@ _SOFT_HYPHEN = "\u00ad"
 # Fast path: most captions consist of letters and spaces, perhaps with a full stop.
 _PLAIN_CAPTION = re.compile(r"[A-Za-z ]*[a-z]{2}\.?")
 # Fast path: most words consist of letters between spaces.
-_PLAIN = re.compile(r"([A-Za-z]+)(?=[ \n])")
-_DOUBLE = frozenset(first + second for first, second in DOUBLE_WORDS)
-_SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
+_PLAIN_WORD = re.compile(r"([A-Za-z]+)(?=[ \n])")
+_JOINED_WORDS = frozenset(first + second for first, second in DOUBLE_WORDS)
+_SPACES = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
 def tokenize(caption: str) -> str:
@@ -265,7 +265,7 @@ def tokenize(caption: str) -> str:
     """
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
-        if words[-1] not in _special_words() and _DOUBLE.isdisjoint(words):
+        if words[-1] not in _special_words() and _JOINED_WORDS.isdisjoint(words):
             return " ".join(words)
     # Strip the line as the original does, which has an effect after a URL before a wide space.
     line = " ".join(tokens_of(caption)).rstrip()
@@ -277,7 +277,7 @@ def _special_words() -> frozenset[str]:
     """Return the words that are split into two tokens, or that keep their full stop."""
     lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
     lists.append("pte ptes pty ptys ppte ppty mfg mtg")
-    return _DOUBLE.union(*(words.split() for words in lists))
+    return _JOINED_WORDS.union(*(words.split() for words in lists))
 
 
 def tokens_of(caption: str) -> list[str]:
@@ -287,13 +287,13 @@ def tokens_of(caption: str) -> list[str]:
     tokens: list[str] = []
     position = 0
     while position < end:
-        if plain := _PLAIN.match(text, position):
+        if plain := _PLAIN_WORD.match(text, position):
             token = plain[1].lower()
-            if token not in _DOUBLE:
+            if token not in _JOINED_WORDS:
                 tokens.append(token)
                 position = plain.end(1)
                 continue
-        if space := _SKIPPED.match(text, position):
+        if space := _SPACES.match(text, position):
             position = space.end()
             continue
         token, position = _next_token(text, position)

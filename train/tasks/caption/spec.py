@@ -29,7 +29,7 @@ Method = Literal["greedy", "sample", "beam"]
 VideoFormat = Literal["json", "srt"]  # format of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
-# Values of settings that are None.
+# Effective values of settings that are None.
 _DEFAULTS = {
     "temperature": _TEMPERATURE,
     "top_p": 1.0,
@@ -149,13 +149,13 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_stored: bool = F
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 Reducer = Literal["pool", "attention"]
 VIDEO_MARK = "{video}"
-_OF_LM = GoesWith("lm")
+_WITH_LM = GoesWith("lm")
 
 DECODER = help_group("Decoder", 6)
 DECODING = help_group("Decoding", 7)
 
 # Names of the metrics that an evaluation during training logs.
-NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
+METRIC_NAMES = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
 # Labels of the metrics, in the order of tables.
 METRIC_LABELS = {
     "bleu1": "BLEU-1",
@@ -181,20 +181,20 @@ class DecoderSettings(Checked):
 
     lm: Annotated[str | None, FIRST_RUN] = None
     """Causal language model from transformers that replaces the GPT-2, and reads the video as a prefix: a folder, which
-    must contain the tokenizer too, or a Hugging Face name, which is downloaded."""
-    visual_tokens: Annotated[int, Range(1, 4096), _OF_LM] = 32
+    must contain the tokenizer too, or the Hugging Face name of a model to download."""
+    visual_tokens: Annotated[int, Range(1, 4096), _WITH_LM] = 32
     """Number of visual tokens per clip in the prefix of --decoder.lm."""
-    reducer: Annotated[Reducer, _OF_LM] = "pool"
+    reducer: Annotated[Reducer, _WITH_LM] = "pool"
     """Reduction of the encoder's tokens to visual tokens. pool: means of consecutive tokens; attention: learned queries
     that attend to all tokens."""
-    prompt: Annotated[str, _OF_LM] = VIDEO_MARK
+    prompt: Annotated[str, _WITH_LM] = VIDEO_MARK
     """Prompt of --decoder.lm. {video} stands for the visual tokens. The caption follows the prompt."""
 
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Pretrained GPT-2: a folder, which must contain the tokenizer too, or a name (gpt2, gpt2-medium, gpt2-xl), which
-    is downloaded."""
+    """Pretrained GPT-2: a folder, which must contain the tokenizer too, or the name of a model to download (gpt2,
+    gpt2-medium, gpt2-xl)."""
     width: Annotated[int | None, SIZE] = None
     """Width of a decoder with random weights. Default: the width of --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
@@ -246,7 +246,7 @@ class CaptionEvaluation(EvaluationSettings):
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
         """Return the names of the metrics of generated captions."""
         with_java = ("meteor",) if self.spice_jars is None else ("meteor", "spice")
-        return (*NUMBERS, *with_java) if self.java else NUMBERS
+        return (*METRIC_NAMES, *with_java) if self.java else METRIC_NAMES
 
 
 @Parameter(name="*")
@@ -285,8 +285,8 @@ class CaptionerSettings(ClipSettings):
 
     def adapts_pretrained(self) -> bool:
         """Return True if the towers with adapters have pretrained weights, as language models always do."""
-        is_of_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
-        return is_of_lm or super().adapts_pretrained()
+        adapts_lm = self.decoder.lm is not None and adapted_towers(self) == ("decoder",)
+        return adapts_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors for a decoder that does not support a setting, for unsuitable captions, and for frame sizes."""

@@ -89,9 +89,9 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         *,
         decoder: Decoder | None = None,
         say: Say = print,
-        **opened: Any,
+        **arguments: Any,
     ) -> None:
-        super().__init__(settings, **opened)
+        super().__init__(settings, **arguments)
         self._say = say
         self._decoder, self._is_existing_run = decoder, decoder is not None
         self._evaluation_samples: dict[str, Samples[ClipReader]] = {}
@@ -217,7 +217,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             inputs,
             end_id=decoder.tokenizer.end_id,
             label_smoothing=self._settings.label_smoothing,
-            num_before=decoder.prefix_length - 1 if isinstance(decoder, LanguageDecoder) else None,
+            num_prefix_tokens=decoder.prefix_length - 1 if isinstance(decoder, LanguageDecoder) else None,
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
@@ -380,7 +380,7 @@ def metrics_of(
     """
     loss = mean_loss(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
-    captions, all_references, left_out = comparable_captions(
+    captions, all_references, wordless_clips = comparable_captions(
         captions, {name: references(int(name)) for name in captions}
     )
     scores = score_captions(captions, all_references, with_java=with_java, spice_jars=spice_jars)
@@ -389,7 +389,7 @@ def metrics_of(
     counts = {
         "num_failed": sum(len(part.failed) for part in parts),
         "num_empty": len(scores.empty),
-        "num_without_words": len(left_out),
+        "num_without_words": len(wordless_clips),
     }
     return {"loss": loss, **scores.means, **{name: float(count) for name, count in counts.items() if count}}
 
@@ -405,14 +405,14 @@ def comparable_captions(
     Raises:
         UserError: No clip has references with words.
     """
-    left_out = without_words(references)
-    comparable = {name: texts for name, texts in references.items() if name not in set(left_out)}
-    if left_out and not comparable:
+    wordless_clips = without_words(references)
+    comparable = {name: texts for name, texts in references.items() if name not in set(wordless_clips)}
+    if wordless_clips and not comparable:
         raise UserError(
-            f"no reference of {count_noun(len(left_out), 'clip')} has words, so no caption can be scored",
+            f"no reference of {count_noun(len(wordless_clips), 'clip')} has words, so no caption can be scored",
             hint="check the captions of this split: they are empty, or contain only punctuation",
         )
-    return {name: captions[name] for name in comparable}, comparable, left_out
+    return {name: captions[name] for name in comparable}, comparable, wordless_clips
 
 
 _NUM_BUCKETS, _MIN_BUCKET = 8, 8
@@ -428,8 +428,8 @@ class CaptionLoss(Objective):
         inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
         end_id: Token that precedes the first token of a caption in the decoder's input.
         label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
-        num_before: Number of decoder tokens before each caption; None for a decoder without a prefix. With a prefix,
-            captions of similar length are grouped into microbatches.
+        num_prefix_tokens: Number of decoder tokens before each caption; None for a decoder without a prefix. With a
+            prefix, captions of similar length are grouped into microbatches.
     """
 
     def __init__(
@@ -438,15 +438,15 @@ class CaptionLoss(Objective):
         *,
         end_id: int,
         label_smoothing: float,
-        num_before: int | None = None,
+        num_prefix_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self._inputs, self._end_id, self._label_smoothing = inputs, end_id, label_smoothing
-        self._num_before = num_before
+        self._num_prefix_tokens = num_prefix_tokens
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Accumulate this rank's gradients, and return the loss of the global batch with the number of tokens."""
-        is_bucketed = self._num_before is not None
+        is_bucketed = self._num_prefix_tokens is not None
         if is_bucketed:
             batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))
         longest = int(batch["length"].max()) if "length" in batch else None
@@ -464,7 +464,7 @@ class CaptionLoss(Objective):
             targets_RKL = targets_BKL[rows]
             if is_bucketed:
                 targets_RKL = without_padding(targets_RKL, longest=int(batch["length"][rows].max()))
-                num_computed += targets_RKL.numel() + targets_RKL[..., 0].numel() * (self._num_before or 0)
+                num_computed += targets_RKL.numel() + targets_RKL[..., 0].numel() * (self._num_prefix_tokens or 0)
             with step.autocast():
                 logits = model(self._inputs(batch, rows), shift_targets(targets_RKL, end_id=self._end_id))
             return loss(logits, targets_RKL)
@@ -484,9 +484,9 @@ class CaptionLoss(Objective):
             )
             total = sum((loss.double() for loss in losses[1:]), losses[0].double())
         metrics: dict[str, Scalar] = {"loss": step.world.sum(total), "num_tokens": num_tokens}
-        if self._num_before is not None:
+        if self._num_prefix_tokens is not None:
             num_captions = step.world.sum((targets_BKL[..., 0] != NO_TOKEN).sum())
-            num_used = num_tokens + num_captions * self._num_before
+            num_used = num_tokens + num_captions * self._num_prefix_tokens
             metrics["padding"] = 1 - num_used / step.world.sum(torch.full_like(num_tokens, num_computed))
         return metrics
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-# Files with the same content in older GPT-2 folders.
-_PARTS = ("vocab.json", "merges.txt")
+# Files that replace tokenizer.json in older GPT-2 folders.
+_GPT2_FILES = ("vocab.json", "merges.txt")
 # Target that the loss ignores (the default `ignore_index` of torch).
 NO_TOKEN = -100
 _LETTERS = string.ascii_letters + string.digits
@@ -102,14 +102,14 @@ class CaptionTokenizer:
             ids = ids[: ids.index(self.end_id)]
         return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
+    def count_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
         """Count the captions with more than `max_tokens` tokens, including the end token."""
         # A token has at least one byte, so captions with fewer bytes need not be encoded.
         lines = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         encodings = self._tokenizer.encode_batch(lines, add_special_tokens=False)
         return sum(len(encoding.ids) >= max_tokens for encoding in encodings)
 
-    def numbers(self) -> dict[str, int]:
+    def token_ids(self) -> dict[str, int]:
         """Return the ID of each token, by the token's text."""
         ids: dict[str, int] = self._tokenizer.get_vocab()
         return ids
@@ -147,7 +147,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
 
 def has_tokenizer(folder: Path) -> bool:
     """Return True if a folder has the files that `read_tokenizer` needs."""
-    return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _PARTS)
+    return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _GPT2_FILES)
 
 
 def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer:
@@ -162,7 +162,7 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    tokenizer_file, parts = folder / TOKENIZER_FILE, [folder / name for name in _PARTS]
+    tokenizer_file, parts = folder / TOKENIZER_FILE, [folder / name for name in _GPT2_FILES]
     if not has_tokenizer(folder):
         raise UserError(
             f"there is no tokenizer in {folder}",
@@ -220,13 +220,13 @@ class TargetCaptions(Captions):
         """Return the number of samples per epoch, so that an epoch has about one visit per caption.
 
         Args:
-            num_samples: Number of clips, the minimum.
+            num_samples: Number of clips, which is the minimum of the result.
         """
         return max(num_samples, self.num_entries / self._per_visit)
 
     @cached_property
-    def _num_cut(self) -> int:
-        return self.tokenizer.num_longer(self.all_texts(), max_tokens=self._max_tokens)
+    def _num_truncated(self) -> int:
+        return self.tokenizer.count_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     def facts(self) -> tuple[Any, ...]:
         """Return a hash of the tokenizer, which is part of the fingerprint of the samples."""
@@ -234,7 +234,7 @@ class TargetCaptions(Captions):
 
     def describe(self) -> list[str]:
         """Return a remark on the number of truncated captions, if there are any."""
-        return [f"{self._num_cut:,} cut to {self._max_tokens} tokens"] if self._num_cut else []
+        return [f"{self._num_truncated:,} cut to {self._max_tokens} tokens"] if self._num_truncated else []
 
     def add(self, sample: Sample, request: SampleRequest) -> None:
         """Add the targets of the clip's captions to a sample, int64 [K, L]."""

@@ -24,7 +24,7 @@ from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.progress import Activity
 from clipmill.manifests.publish import TEMPORARY_PREFIX, publish_atomically
-from clipmill.train.config.clips import AS_TRAINED, Overrides, Use
+from clipmill.train.config.clips import AS_TRAINED, OpenOptions, Overrides
 from clipmill.train.config.training import Device
 from clipmill.train.data.batch import Batch, to_device
 from clipmill.train.data.frame_sampling import US_PER_S, Sampling
@@ -140,7 +140,7 @@ def caption_files(
     settings, decoding = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failures = []
-    with sink as take, VideoProgress(num_videos=len(videos)) as progress:
+    with sink as emit, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
             caption_by(captioner, decoding, source="" if out is None else captioner.source),
@@ -149,7 +149,7 @@ def caption_files(
             length_us=window_us,
             batch=batch,
         ):
-            take(event)
+            emit(event)
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
                 failures.append(event)
@@ -190,14 +190,16 @@ def open_captioner(
     Raises:
         UserError: The weights do not exist, belong to a different task, or are damaged.
     """
-    opened = open_weights_as({TASK.name: lambda: TASK}, weights, Use(overrides=overrides, device=device), say=say)
+    opened = open_weights_as(
+        {TASK.name: lambda: TASK}, weights, OpenOptions(overrides=overrides, device=device), say=say
+    )
     name = opened.name if opened.run is not None else Path(opened.title).name
     return TrainedCaptioner(name, opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))
 
 
 Write = Callable[[CaptionedWindow], None]  # function that writes a window to a file
 Event = CaptionedWindow | VideoEnd
-Take = Callable[[Event], None]  # function that outputs the captions of an event
+Emit = Callable[[Event], None]  # function that outputs the captions of an event
 _JOINER = "\u2060"  # invisible character that breaks up markup
 
 
@@ -305,31 +307,31 @@ def _text_file(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def print_windows() -> Iterator[Take]:
+def print_windows() -> Iterator[Emit]:
     """Print a line for each window."""
 
-    def take(event: Event) -> None:
+    def emit(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
             times = f"{event.begin_us / US_PER_S:.2f}-{event.end_us / US_PER_S:.2f} s"
             sys.stdout.write(f"{shown_name(event.video)}\t{times}\t{event.caption}\n")
             sys.stdout.flush()
 
-    yield take
+    yield emit
 
 
 @contextmanager
-def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
+def one_file(writer: AbstractContextManager[Write]) -> Iterator[Emit]:
     """Write all windows to one file, and publish it at the end of the block."""
     with _writing():
         write = writer.__enter__()
 
-    def take(event: Event) -> None:
+    def emit(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
             with _writing():
                 write(event)
 
     try:
-        yield take
+        yield emit
     except BaseException:
         with _writing():
             writer.__exit__(*sys.exc_info())
@@ -339,7 +341,7 @@ def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
 
 
 @contextmanager
-def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
+def file_per_video(paths: dict[Path, Path]) -> Iterator[Emit]:
     """Write the subtitles of each video to a separate file, which is published at the end of the video.
 
     A failed video without captioned windows gets no file.
@@ -349,7 +351,7 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
     """
     windows: list[CaptionedWindow] = []
 
-    def take(event: Event) -> None:
+    def emit(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
             windows.append(event)
             return
@@ -359,10 +361,10 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
                     write(window)
         windows.clear()
 
-    yield take
+    yield emit
 
 
-def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Take]:
+def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Emit]:
     """Open the output that `--out` and `--format` select.
 
     An SRT file contains the subtitles of one video. For several videos, or if `out` is a folder, each video gets a

@@ -57,7 +57,7 @@ class VideoTiming:
     Attributes:
         end_us: End of the last frame.
         last_us: Presentation time of the last frame.
-        missing_us: Duration by which the header exceeds the last packet; 0 if containers may round by as much.
+        missing_us: Duration in the header that no packet covers; 0 if it may be due to rounding.
         fps: Frames per second; the mean rate if the rate varies.
         timeline: Times and shape of the frames.
         packets: Packets of the video track.

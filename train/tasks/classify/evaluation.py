@@ -38,10 +38,10 @@ def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
 
 
 def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities of parts of the classes (verbs or nouns), [B, M].
+    """Return the probabilities of marginal classes (verbs or nouns), [B, M].
 
     Args:
-        part_K: Number of each class's part, int64. M is the highest number + 1.
+        part_K: Number of the verb or noun of each class, int64. M is the highest number + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -77,7 +77,7 @@ class Tally:
     num_all: torch.Tensor
 
     @staticmethod
-    def of(num_classes: int, device: torch.device) -> "Tally":
+    def zeros(num_classes: int, device: torch.device) -> "Tally":
         """Return a tally of zeros."""
         return Tally(
             torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
@@ -118,8 +118,8 @@ class ClassTallies:
         parts: dict[str, NDArray[np.int64]] = self.classes.parts
         self.parts = {name: torch.from_numpy(part_K).to(self.device) for name, part_K in parts.items()}
         for name, part_K in self.parts.items():
-            self.tallies[name] = Tally.of(int(part_K.max()) + 1, self.device)
-        self.tallies[self.classes.label] = Tally.of(len(self.classes), self.device)
+            self.tallies[name] = Tally.zeros(int(part_K.max()) + 1, self.device)
+        self.tallies[self.classes.label] = Tally.zeros(len(self.classes), self.device)
 
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
         """Add a batch to the counts."""
@@ -144,7 +144,7 @@ class ClassTallies:
         ]
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Return the metrics over all ranks as `<label>_top1` and so on. All ranks must call it."""
+        """Return the metrics over all ranks, such as `<label>_top1`. All ranks must call this method."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
             total = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
@@ -182,7 +182,7 @@ def score_classifier(
     world: World,
     device: torch.device,
 ) -> ClassResult:
-    """Score a model in evaluation mode on this rank's part of a split. All ranks must call it.
+    """Score a model in evaluation mode on this rank's part of a split. All ranks must call this function.
 
     Args:
         inputs: Function that takes a batch and returns clips [B, C, T, H, W], in which the frames of all views follow

@@ -1,4 +1,4 @@
-"""Export of classifiers (VideoMAE, transformers, torch.export, ONNX), and conversion of VideoMAE's classifiers."""
+"""Export classifiers (VideoMAE, transformers, torch.export, ONNX), and convert classifiers trained with VideoMAE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ _NUM_FRAMES, _STRIDE = 16, 4
 
 
 def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a fine-tuned VideoMAE to a classifier; None if the weights have no classification layer.
+    """Convert a fine-tuned VideoMAE to a classifier; return None if the weights have no classification layer.
 
     The names of the classes come from `id2label` in config.json. Without this file, the classes are numbered.
 
@@ -45,10 +45,10 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel 
             size_px=frame_px_of(source, default=ClassifySettings.size_px),
         )
         settings = effective_clip_settings(settings, source, say=say)
-    say(f"weights: clips have {settings.num_frames} frames, one in {_STRIDE}, as VideoMAE's classifiers were trained")
+    say(f"weights: a clip has every {_STRIDE}th frame, {settings.num_frames} in all, as in VideoMAE's fine-tuning")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
-        say(f"weights: id2label in {path / 'config.json'} contains only numbers; add the names of the classes there")
+        say(f"weights: id2label in {path / 'config.json'} has only numbers as class names; add the names there")
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(
         settings=settings,
@@ -98,11 +98,11 @@ def exported_classifier(request: ExportRequest) -> Exported:
         return exported_program(request, model, output)
     if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
-            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} cannot hold",
+            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} does not support",
             hint="use --format torch or onnx, or export a classifier with --towers.kind videomae",
             flags=("--format",),
         )
-    require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a classifier of videos")
+    require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a video classifier")
     # VideoMAE's checkpoints do not contain the names of the classes.
     classes = request.task.classes.names if request.form == "hf" else ()
     return exported_videomae(

@@ -180,7 +180,7 @@ TASK = TaskSpec(
     adopt=import_late("clipmill.train.tasks.classify.export:adopted_classifier"),
     adoptable="a VideoMAE with a last layer",
     features=Features(
-        description="what the last layer sees",
+        description="input of the last layer",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: settings.sampling == "stride",
     ),

@@ -141,8 +141,8 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
 
     name = "classify"
 
-    def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **opened: Any) -> None:
-        super().__init__(settings, **opened)
+    def __init__(self, settings: ClassifySettings, *, classes: ClassList | None = None, **arguments: Any) -> None:
+        super().__init__(settings, **arguments)
         self._classes = classes
         self._evaluation_samples: dict[str, Samples[Any]] = {}
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
@@ -275,7 +275,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
     def score(
         self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, every: int = 1
     ) -> ClassResult:
-        """Score a model in evaluation mode. All ranks must call it.
+        """Score a model in evaluation mode. All ranks must call this method.
 
         Args:
             samples: Samples that were opened with the same `views`.
@@ -313,8 +313,8 @@ def _views(evaluation: ClassEvaluation) -> Views:
     return Views(num_clips=evaluation.clips, num_crops=evaluation.crops)
 
 
-# Index with which a batch's mix seeds the generators. The indices of microbatches start at 0.
-_MIXING = -1
+# Index that replaces the microbatch index in the seed for drawing a batch's mix. Microbatch indices start at 0.
+_MIX_INDEX = -1
 
 
 class SoftCrossEntropy(Objective):
@@ -340,7 +340,7 @@ class SoftCrossEntropy(Objective):
         """Accumulate this rank's gradients, and return the loss of the global batch."""
         settings = self._settings
         num_samples = len(batch["label"])
-        with step.seed_generators(_MIXING):
+        with step.seed_generators(_MIX_INDEX):
             mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._frame_px)
         targets_BK = mixed_targets(
             batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix

@@ -142,7 +142,7 @@ class DualEncoderSettings(LatentSettings):
 
     command = "dual-encoder"
     other_data_values: ClassVar[Mapping[str, Any]] = {"captions": CaptionSettings()}
-    least_batch = 2
+    min_batch = 2
     only_kind = "clip"
 
     towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
@@ -168,7 +168,7 @@ class DualEncoderSettings(LatentSettings):
                 hint="omit it, or use --input pixels",
                 flags=("--captions.min-relevancy",),
             )
-        if self.batch < self.least_batch:
+        if self.batch < self.min_batch:
             yield UserError(
                 f"--batch is {self.batch}, but a contrastive loss needs at least 2 samples",
                 hint="use --batch 2 or more",

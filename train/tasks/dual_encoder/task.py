@@ -50,8 +50,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
     name = "dual-encoder"
 
-    def __init__(self, settings: DualEncoderSettings, **opened: Any) -> None:
-        super().__init__(settings, **opened)
+    def __init__(self, settings: DualEncoderSettings, **arguments: Any) -> None:
+        super().__init__(settings, **arguments)
         self._loop_evaluations: list[LoopEvaluation] = []
         clip_column = LATENTS if settings.reads_latents else VIDEO
         self.columns: tuple[str, ...] = (clip_column, TEXT) if settings.text_tower == "frozen" else (clip_column,)
@@ -224,7 +224,9 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             loop_evaluation = LoopEvaluation(
                 task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device
             )
-        self.record_evaluation(data, samples, means_of=loop_evaluation.means_of, protocol=loop_evaluation.protocol)
+        self.record_evaluation(
+            data, samples, averaged_items=loop_evaluation.means_of, protocol=loop_evaluation.protocol
+        )
         return loop_evaluation
 
 

@@ -299,8 +299,8 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
 
     name = "mae"
 
-    def __init__(self, settings: MaeSettings, **opened: Any) -> None:
-        super().__init__(settings, **opened)
+    def __init__(self, settings: MaeSettings, **arguments: Any) -> None:
+        super().__init__(settings, **arguments)
         self._probes: list[LoopProbe] = []
         self.columns: tuple[str, ...] = (LATENTS,) if settings.reads_latents else (VIDEO,)
 

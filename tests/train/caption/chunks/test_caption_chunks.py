@@ -154,7 +154,7 @@ def test_the_same_again_does_nothing_and_other_captions_are_refused_by_name(
     ):
         capsys.readouterr()
         assert caption(run, data, out, **flags) == 2
-        assert f"{out} is stale, it has other captions: {named}" in capsys.readouterr().err
+        assert f"{out} does not contain the requested captions: {named}" in capsys.readouterr().err
     assert out.read_bytes() == table.read_bytes()
 
 
@@ -172,7 +172,9 @@ def test_unfinished_work_is_not_continued_as_other_work(
             caption(captioner_run, data_dir, out)
     assert caption(captioner_run, data_dir, out, seed=1) == 2
     stderr = capsys.readouterr().err
-    assert f"{tmp_path / 'pseudo.parts'} is stale, it has other captions: settings.seed was 0 and is 1" in stderr
+    assert (
+        f"{tmp_path / 'pseudo.parts'} does not contain the requested captions: settings.seed was 0 and is 1" in stderr
+    )
     assert caption(captioner_run, data_dir, out) == 0
     assert "resumed: 1 of 1 part finished" in capsys.readouterr().out
 

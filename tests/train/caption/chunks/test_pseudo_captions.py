@@ -108,7 +108,7 @@ def test_the_documented_path_and_a_captioner_that_changed(
     assert run([*before[-1], "--seed", "1"]) == 0
     capsys.readouterr()
     assert run(caption) == 2
-    assert "pseudo.parquet is stale, it has other captions: weights_sha256 was" in capsys.readouterr().err
+    assert "pseudo.parquet does not contain the requested captions: weights_sha256 was" in capsys.readouterr().err
     Path("pseudo.parquet").unlink()
     for words in (caption, add, chunk):
         assert run(words) == 0, words

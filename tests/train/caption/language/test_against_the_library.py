@@ -96,7 +96,7 @@ def test_the_loss_is_the_librarys_for_labels_of_the_caption_alone(model_and_size
         lambda batch_part, rows: batch_part["video"][rows],
         end_id=model_and_sizes.end_id,
         label_smoothing=0,
-        num_before=model_and_sizes.num_before,
+        num_prefix_tokens=model_and_sizes.num_before,
     )
     metrics: dict[str, Any] = objective.backward(model, batch, Step(number=1, microbatch=3))
     assert float(metrics["loss"]) == pytest.approx(exactly.item(), rel=1e-12)
