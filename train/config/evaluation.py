@@ -76,7 +76,7 @@ class EvaluationSettings(Checked):
     split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
     shards: Annotated[tuple[str, ...], SEVERAL, EVERY] = ()
-    """Data folders to evaluate on instead of the run's own, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
+    """Data folders to evaluate on instead of the run's data, each as [NAME=]DATA[@SPLIT]. NAME is the prefix of the
     metrics; default: the folder's name. SPLIT defaults to --evaluate.split."""
     where: Annotated[str | None, EVERY] = None
     """Condition that selects the samples to evaluate on, in the syntax of --where. --where itself does not apply to

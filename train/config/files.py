@@ -294,7 +294,7 @@ def _fits(values: Mapping[str, Any], kind: type) -> bool:
     )
 
 
-_OFF = (None, False)
+_UNSET_VALUES = (None, False)
 
 
 @dataclass(frozen=True)
@@ -434,6 +434,6 @@ def _flag(setting: str) -> str:
 
 def _format_flags(values: Mapping[str, Any], overrides: Mapping[str, str]) -> str:
     """Format values as flags, without the flags in `overrides`."""
-    shown = {_flag(name): value for name, value in values.items() if value not in _OFF}
+    shown = {_flag(name): value for name, value in values.items() if value not in _UNSET_VALUES}
     text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in overrides)
     return text or ("all are set elsewhere" if shown else "none")

@@ -28,7 +28,7 @@ _MAX_TERM = 10**6  # maximum numerator or denominator of a weight
 
 Content = Literal["captions", "labels", "frames"]
 
-_ANY = re.compile("")
+_ANY_ADDRESS = re.compile("")
 _TARS = re.compile(r"\{|\.tar$")
 _PRODUCERS = "clipmill.train.data.producers"
 
@@ -57,7 +57,7 @@ class Kind:
     openers: Mapping[Content, str]
     noun: str = "data folders"
     missing_reasons: Mapping[Content, str] = field(default_factory=dict)
-    spelling: re.Pattern[str] = _ANY
+    spelling: re.Pattern[str] = _ANY_ADDRESS
     test: str = ""
     has_manifest: bool = True
     can_be_mixed: bool = True

@@ -210,8 +210,8 @@ class TrainingSettings(DataSettings):
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
-    """Names of variants to read instead of the current ones, as prep status shows them; each applies to every data
-    folder that has it. Default: the current variants, or with --resume the variants of the run."""
+    """Names of variants to read instead of the current variants, as listed by prep status. A name applies to every data
+    folder with a variant of this name. Default: the current variants, or with --resume the variants of the run."""
     where: Annotated[str | None, groups.WHERE] = None
     """Condition on scores, captions and videos that selects the samples to train on, such as 'motion > 0.2 and cuts = 0
     and not duplicate' (docs/data.md). A clip is used if all of its chunks are selected. Default: all samples."""

@@ -42,7 +42,7 @@ from clipmill.train.data.relevancy import (
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
-_LOST = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
+_LOST_CAPTIONS = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
 # Minimum fraction of clips that have relevancy 1 for their own sentence. It is below 1, because narrations with the
 # same text may have different classes.
 _MIN_CORRECT_FRACTION = 0.5
@@ -155,7 +155,7 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
             continue
         if split_in_file_name(file.rsplit("/", 1)[-1]) == split:
             # A row for a video without a file stands for all captions of the video, any other row for one caption.
-            count += int(lost[1]) if (lost := _LOST.search(row["detail"])) else 1
+            count += int(lost[1]) if (lost := _LOST_CAPTIONS.search(row["detail"])) else 1
     return count
 
 

@@ -85,7 +85,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert CLIP weights to a dual encoder.
 
-    The result is None if the weights have no text tower, or if their video tower is not CLIP's or a library's.
+    The result is None if the weights have no text tower, or if the video tower is neither CLIP's nor from a library.
     """
     tensors, towers = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= towers.keys()

@@ -165,7 +165,7 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
 
 
 def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.device) -> Embeddings:
-    """Return the embeddings of all ranks on every rank, in the order of the samples. All ranks must call it.
+    """Return the embeddings of all ranks on every rank, in the order of the samples. All ranks must call this function.
 
     The number of samples may differ between ranks, and may be 0.
 
@@ -196,7 +196,7 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
 CLIP_BENCHMARK: RetrievalName = "clip-benchmark"  # the only protocol for images
 EGOMCQ: ProtocolName = "egomcq"  # also the name of the source of EgoMCQ's clips in the manifest
 _TIES = "ties count against the model"
-_OWN = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
+_OWN_TEXTS_RULE = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
 _HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
 
 
@@ -226,7 +226,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
     "msrvtt-1ka": RetrievalProtocol(
         "MSR-VTT 1k-A retrieval",
         "MSR-VTT 1k-A (Yu et al. 2018): 1,000 videos with one caption each; text to video: each caption among all "
-        f"videos; video to text: each video among all captions; {_OWN}",
+        f"videos; video to text: each video among all captions; {_OWN_TEXTS_RULE}",
         num_videos=1000,
         num_captions=1,
     ),
@@ -234,13 +234,13 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
         "Video-paragraph retrieval",
         "as Zhang et al. 2018: the sentences of a video, joined in order of time, are its text, and the whole "
         "video is its clip; text to video: each paragraph among all videos; video to text: each video among all "
-        f"paragraphs; {_OWN}",
+        f"paragraphs; {_OWN_TEXTS_RULE}",
     ),
     "vatex": RetrievalProtocol(
         "VATEX retrieval",
         "VATEX (Wang et al. 2019; test split of Chen et al. 2020): 1,500 videos with ten captions each; text to video: "
         "each caption among all videos; video to text: each video among all captions, by the best of its own ten; "
-        f"{_OWN}",
+        f"{_OWN_TEXTS_RULE}",
         num_videos=1500,
         num_captions=10,
     ),
@@ -248,7 +248,7 @@ PROTOCOLS: dict[str, RetrievalProtocol] = {
         "Image-text retrieval",
         "as CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption among "
         "all images; image to text: each image among all captions, by the best of its own; "
-        f"{_OWN.replace('video', 'image')}",
+        f"{_OWN_TEXTS_RULE.replace('video', 'image')}",
     ),
 }
 
@@ -384,7 +384,7 @@ class RetrievalScorer:
         name: Name of the protocol.
         captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which uses the samples' texts.
         temperature: Temperature of dual softmax, which is an additional result; None for no dual softmax.
-        context_length: Maximum number of tokens per text; None if it is unknown, so that cut texts are not reported.
+        context_length: Maximum number of tokens per text; None if unknown, so that truncated texts are not reported.
     """
 
     name: RetrievalName = "retrieval"
@@ -486,16 +486,16 @@ def _missing_text(protocol: RetrievalProtocol, *, num_videos: int, num_texts: in
 
 
 def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -> list[str]:
-    num_cut = 0
+    num_truncated = 0
     if context_length is not None:
         tokenize = load_tokenizer(context_length)
-        num_cut = sum(bool(tokenize(text)[-1]) for text in texts)
+        num_truncated = sum(bool(tokenize(text)[-1]) for text in texts)
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
         notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier text")
-    if num_cut:
+    if num_truncated:
         notes.append(
-            f"{count_noun(num_cut, 'text')} with {context_length} tokens or more, truncated to {context_length}"
+            f"{count_noun(num_truncated, 'text')} with {context_length} tokens or more, truncated to {context_length}"
         )
     return notes
