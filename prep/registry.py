@@ -11,7 +11,7 @@ SUMMARIES = {
     TEXT: "Encode each unique caption of the manifest once, with a CLIP text tower from open_clip or a T5 encoder.",
     SCORES: "Score the chunks: motion, sharpness, brightness, black and frozen frames, bars, cuts, speech, perceptual "
     "hash.",
-    CAPTIONS: "Caption the chunks with a vision-language model, either a local one or a server with OpenAI's API.",
+    CAPTIONS: "Caption the chunks with a vision-language model, either a local model or a server with OpenAI's API.",
 }
 # Specs are registered by import path, and loaded on first use.
 COLUMNS = Parts(

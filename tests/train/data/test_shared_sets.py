@@ -239,7 +239,7 @@ def test_a_manifest_that_changes_while_a_table_is_made_is_refused(
 ) -> None:
     data = Path(shutil.copytree(videos if name in OF_VIDEO else written_data.data_dir, tmp_path / "data"))
     module, function = {"captions": (caption_rows, "clips_of"), "chunks": (chunk_clips, "_spans")}.get(
-        name, (segment_table, "cut")
+        name, (segment_table, "divide")
     )
     compute = getattr(module, function)
 
