@@ -4,7 +4,6 @@ import atexit
 import gc
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -99,16 +98,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Forks the workers from the server of `tests.forks`: their imports would take a tenth of the time of all tests."""
-    folder = config._tmp_path_factory.getbasetemp() / "forks"  # type: ignore[attr-defined]
-    server = Forks(folder, address=f"clipmill-forks-{config.option.testrunuid}")
-    config.add_cleanup(server.close)
-    for spec in specs:
-        spec.python = f"{server.python()} -m tests.xdist_worker"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Here, because pytest asks the conftest.py of tests/gpu too late for options."""
     parser.addoption(
@@ -156,8 +145,6 @@ def pytest_configure(config: pytest.Config) -> None:
     each time where it looks at what stays.
     """
     config.add_cleanup(gc.unfreeze)
-    if hasattr(config.option, "testrunuid"):
-        config.option.testrunuid = config.option.testrunuid or secrets.token_hex(8)
 
 
 @pytest.fixture(scope="session")
