@@ -91,7 +91,7 @@ def steps_of(
     clips = torch.randn(max(microbatches) * MICROBATCH, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX)
     targets = torch.randint(0, VOCABULARY, (len(clips), 1, NUM_TOKENS))
     objective = CaptionLoss(lambda batch, rows: clips[rows], end_id=0, label_smoothing=0.0)
-    found: dict[int, list[tuple[float, float]]] = {count: [] for count in microbatches}
+    durations: dict[int, list[tuple[float, float]]] = {count: [] for count in microbatches}
     for number in range(num_rounds + 1):
         for count in microbatches:
             batch = Batch(targets=targets[: count * MICROBATCH])
@@ -99,8 +99,8 @@ def steps_of(
             clock.s, began_s = 0.0, time.perf_counter()
             objective.backward(model, batch, Step(number=1, world=world.replicas, microbatch=MICROBATCH))
             if number:  # the first round is a warm-up
-                found[count].append((time.perf_counter() - began_s, clock.s))
-    return found
+                durations[count].append((time.perf_counter() - began_s, clock.s))
+    return durations
 
 
 def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, out: Path) -> None:
@@ -116,8 +116,8 @@ def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, ou
         model = Pipeline(part_of(captioner, cut[world.rank]), settings=parallel, world=world, device=CPU)
         for name in ("forward_one_chunk", "backward_one_chunk"):
             setattr(PipelineStage, name, clock.timing(getattr(PipelineStage, name)))
-        found = steps_of(model, world, microbatches=microbatches, num_rounds=num_rounds, clock=clock)
-        every = world.gather_objects(found)
+        durations = steps_of(model, world, microbatches=microbatches, num_rounds=num_rounds, clock=clock)
+        every = world.gather_objects(durations)
         if world.is_first:
             out.write_text(json.dumps(every))
 
@@ -144,16 +144,19 @@ def launch_stages(size: int, schedule: str, microbatches: list[int], num_rounds:
         statuses = [rank.wait() for rank in ranks]
         if any(statuses):
             raise RuntimeError(f"{' '.join(command)} failed")
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return found
+        durations: list[dict[str, Any]] = json.loads(out.read_text())
+        return durations
 
 
 def row_of(
-    schedule: str, num_microbatches: int, of_stages: list[list[tuple[float, float]]], one: list[tuple[float, float]]
+    schedule: str,
+    num_microbatches: int,
+    stage_durations: list[list[tuple[float, float]]],
+    one: list[tuple[float, float]],
 ) -> dict[str, Any]:
     """Return a row of the table."""
-    num_stages, num_samples = len(of_stages), num_microbatches * MICROBATCH
-    rounds = list(zip(*of_stages, strict=True))
+    num_stages, num_samples = len(stage_durations), num_microbatches * MICROBATCH
+    rounds = list(zip(*stage_durations, strict=True))
     step_s = [max(wall_s for wall_s, _ in of_round) for of_round in rounds]
     computed = [[busy_s for _, busy_s in of_round] for of_round in rounds]
     theory = (num_stages - 1) / (num_microbatches + num_stages - 1)
@@ -190,10 +193,10 @@ def main() -> None:
     one = steps_of(new_captioner(), World(), clock=Clock(), **shared)
     rows = []
     for schedule in arguments.schedules:
-        found = launch_stages(arguments.stages, schedule, **shared)
+        durations = launch_stages(arguments.stages, schedule, **shared)
         for count in arguments.microbatches:
-            of_stages = [of_rank[str(count)] for of_rank in found]
-            rows.append(row_of(schedule, count, of_stages, one[count]))
+            stage_durations = [rank_durations[str(count)] for rank_durations in durations]
+            rows.append(row_of(schedule, count, stage_durations, one[count]))
     print_report(
         f"Captioner on {arguments.stages} stages, gloo, microbatches of {MICROBATCH} clips",
         rows,

@@ -23,7 +23,7 @@ FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")
 
 @pytest.fixture
 def variant(tmp_path: Path) -> Path:
-    """Create shards 998 to 1003 with two samples each, one of which failed, as a run leaves them."""
+    """Create shards 998 to 1003 as a run leaves them, with two samples each. The failed shard has no samples."""
     folder = tmp_path / "data" / "video" / "h264-01234567"
     folder.mkdir(parents=True)
     (folder / RECIPE_FILE).write_text("{}")

@@ -205,7 +205,7 @@ def with_garbage(workspace: Workspace) -> Path:
 
 
 def with_failure(workspace: Workspace) -> Path:
-    """Create chunks of two videos, one of which fails to decode at first; `prep retry` encodes it later.
+    """Create chunks of two videos. One video cannot be decoded at first; `prep retry` encodes it later.
 
     The intact file has the size and modification time of the undecodable one, as after a temporary disk failure.
     """

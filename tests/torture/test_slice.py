@@ -60,7 +60,7 @@ SUBJECTS_OF = {
 }
 
 
-# Two killed commands, a damaged file and a hostile file, all of which need only the cheapest data.
+# Two killed commands, a damaged file and a hostile file. All four cases need only the cheapest data.
 EVERY_DAY = {("points", "manifest-first"), ("points", "chunk"), ("damage", "packets"), ("hostile", "weights")}
 
 

@@ -31,7 +31,7 @@ class StoppedPoints(LoadedPoints):
 
 
 def three_steps(out: Path) -> TrainingSettings:
-    """Return settings for three steps, each with a checkpoint, of which one is kept."""
+    """Return settings for three steps. Each step saves a checkpoint, and only one checkpoint is kept."""
     return settings(out, steps=3, batch=4, checkpoint_every=1, keep_checkpoints=1, workers=1)
 
 

@@ -11,7 +11,7 @@ from tests.screens import open_screen
 
 
 class Loaded:
-    """A batch of three clips, one of which failed."""
+    """A batch of two clips and a failed clip."""
 
     def __init__(self) -> None:
         self.batch, self.failed = {"position": (0, 1)}, (2,)

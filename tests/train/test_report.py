@@ -221,7 +221,7 @@ def test_a_browser_draws_the_charts_without_a_complaint_and_cuts_nothing(tmp_pat
 
 
 def classified_run(path: Path) -> RunFolder:
-    """Run with a chart and a classification of 14 classes, one of which has markup as its name."""
+    """Run with a chart and a classification of 14 classes. The name of one class contains markup."""
     run = long_run(path)
     names = [HOSTILE, *(f"class {number}" for number in range(1, 14))]
     label = torch.arange(14).repeat_interleave(20)

@@ -187,7 +187,7 @@ def test_a_server_without_conditional_writes_is_refused(bucket: str, faults: Fau
 
 def test_each_attempt_asks_its_guard(bucket: str, faults: Faults, few_retries: None) -> None:
     objects, asked = open_objects(bucket), []
-    faults.set(Fault("error", times=7))  # three for each attempt, of which obstore retries two
+    faults.set(Fault("error", times=7))  # three requests for each attempt: the first, and two retries by obstore
     objects.write("k", b"1", guard=lambda: asked.append(1))
     assert len(asked) == 3
 

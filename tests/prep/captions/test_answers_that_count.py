@@ -1,4 +1,4 @@
-"""Tests of which server answers become captions, what is stored of unusual answers, and how failures are retried."""
+"""Server answers that become captions, the stored form of unusual answers, and retries after failures."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of which frames are encoded; skipping the other frames changes nothing."""
+"""Only the required frames are encoded; skipping the other frames does not change the latents."""
 
 from collections.abc import Callable
 from fractions import Fraction

@@ -25,7 +25,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 def test_pairs_of_different_splits_are_counted_and_named(data_dir: Path, prep: Prep) -> None:
     hashes = {
-        "v_000000000": phash(1),  # looks like two chunks of train, the first of which is listed
+        "v_000000000": phash(1),  # looks like two chunks of train; the first chunk is listed
         "v_000002000": phash(9),
         "a_000002000": phash(1, flipped=(4, 5, 6)),
         "b_000000000": phash(1),
