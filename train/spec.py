@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from clipmill.train.models.dual_encoder import ModelShape
     from clipmill.train.run.folder import RunFolder
     from clipmill.train.weights.architecture import Logits
-    from clipmill.train.weights.exported import Exported
+    from clipmill.train.weights.exported import Export
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class TaskSpec:
     finish_run: Callable[..., None] | None = None
     start_lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
     formats: Mapping[str, str] = field(default_factory=dict)
-    export: Callable[[ExportRequest], Exported] | None = None
+    export: Callable[[ExportRequest], Export] | None = None
     adopt: Callable[..., AdoptedModel | None] | None = None
     adoptable: str = ""
     adopts_tags: bool = False

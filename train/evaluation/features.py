@@ -20,7 +20,7 @@ from clipmill.train.distributed.world import World, gather_uneven
 
 
 class Tower(Protocol):
-    """Video tower that features are extracted with."""
+    """Video tower that computes features."""
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """Return one vector per clip, [B, D], before any projection or classification layer."""
@@ -46,7 +46,7 @@ class ClipFeatures:
 
 def tower_of(model: nn.Module) -> Tower:
     """Return the tower of a model: the model itself if it has `features`, otherwise its `video` tower."""
-    # A wrapper such as DDP forwards only calls, and does not have the model's methods.
+    # A wrapper such as DDP forwards calls, but does not have the other methods of the model.
     unwrapped = getattr(model, "module", model)
     return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
 
@@ -94,7 +94,7 @@ def extract(
 
 
 def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
-    """Return the features of all ranks in the order of the samples, on every rank. All ranks must call it.
+    """Return the features of all ranks in the order of the samples. All ranks must call this function.
 
     Raises:
         FailedWork: No rank has any features.
@@ -102,7 +102,7 @@ def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
     sample_N = gather_uneven(features.sample, world)
     num_failed = int(world.gather(torch.tensor([features.num_failed], device=sample_N.device)).sum())
     if not len(sample_N):
-        detail = f"; the first: {features.failed[0].detail}" if features.failed else ""
+        detail = f"; the first failure: {features.failed[0].detail}" if features.failed else ""
         raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
     rows = tuple(gather_uneven(rows, world)[order] for rows in features.tower_features)

@@ -1,8 +1,8 @@
-"""Open trained weights for evaluation, embedding, export and captioning, and write the record in an exported folder.
+"""Open trained weights for evaluation, embedding, export and captioning. Write and read the record of an export.
 
-The record describes the preprocessing of clips, and contains facts about the run that cannot be read from the tensors:
+The record describes the preprocessing of clips. It also holds facts about the run that are not in the tensors:
 
-    OUT/clipmill/settings.yaml   settings of the model, without the run's data, paths and initial weights
+    OUT/clipmill/settings.yaml   settings of the run, without its data, paths and initial weights
     OUT/clipmill/run.json        task, classes, decoder, height and width of latents
     OUT/clipmill/tokenizer.json  tokenizer of a captioner
     OUT/clipmill/files.json      size and SHA-256 of these files, the weights and their configuration
@@ -72,7 +72,7 @@ def open_weights_as(
     if options.checkpoint is not None:
         raise UserError(
             f"--checkpoint is {options.checkpoint}, but {weights} is not a run",
-            hint="omit it",
+            hint="omit --checkpoint",
             flags=("--checkpoint",),
         )
     require_weights(weights, tasks)
@@ -88,7 +88,7 @@ def open_weights_as(
         side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
         size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
         adopted = AdoptedModel(settings=recorded, shape=ModelShape(size=size, image_px=side))
-    with deferred_checks():  # the checks are about --model
+    with deferred_checks():  # the checks of --model do not apply to these weights
         settings, overrides = options.apply_to(adopted.settings)
     shape = adopted.shape
     if not settings.reads_latents:
@@ -118,9 +118,9 @@ def open_weights_as(
 
 
 def require_weights(weights: str | Path, tasks: Tasks) -> None:
-    """Raise a UserError unless `weights` is a run or weights that one of the tasks can load.
+    """Raise a UserError unless `weights` is a run, a weights file, or a folder that contains weights.
 
-    open_clip's NAME:TAG is accepted if one of the tasks can load such a model.
+    open_clip's NAME:TAG is also accepted if one of the tasks can load such a model.
     """
     path = local_folder(weights)
     if path.is_file() or is_run(path) or any((path / name).is_file() for name in WEIGHT_FILES):
@@ -146,7 +146,7 @@ def _source(weights: str, towers: Towers | None = None, *, say: Say) -> Source:
 
 
 def task_of_run(run: RunFolder, tasks: Tasks, *, hint_for_task: Callable[[str], str] | None = None) -> TaskSpec:
-    """Return the task of a run; raise a UserError with the hint `hint_for_task(name)` if it is not one of `tasks`."""
+    """Return the task of a run. If `tasks` lacks the task, raise a UserError with the hint `hint_for_task(name)`."""
     return _task_of(run, tasks, subject=f"{run.path} is a run", hint_for_task=hint_for_task)
 
 
@@ -163,7 +163,7 @@ def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Calla
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[AdoptedModel, TaskSpec]:
-    """Return the model that a task makes from the weights of a different project, and the first such task."""
+    """Convert the weights of a different project with the first task that supports them. Return model and task."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting_specs = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting_specs.values():
@@ -171,7 +171,7 @@ def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopt
         if (adopted := spec.adopt(source, path, say=say)) is not None:
             return adopted, spec
     raise UserError(
-        f"{source.title}: these are not the weights of a complete model of train {', '.join(tasks)}",
+        f"{source.title}: these are not the weights of a complete model for train {', '.join(tasks)}",
         hint="use one of: " + "; ".join(f"{spec.adoptable} ({name})" for name, spec in adopting_specs.items()),
     )
 
@@ -189,14 +189,14 @@ def _require_whole_cubes(settings: ClipSettings, shape: ModelShape) -> None:
 
 
 def _skip_loading(_: object) -> None:
-    raise AssertionError("weights are loaded after their task has been opened")
+    raise AssertionError("the weights must not be loaded before their task is open")
 
 
 FOLDER = "clipmill"
 _FILES = "files.json"
 # Other files in an exported folder that affect the outputs of the model.
 _OTHER_FILES = (EXTRAS_FILE, "config.json", "open_clip_config.json")
-# Settings that a record omits: the machine, the training data, and the choice of trained parameters.
+# Settings that a record omits: they describe the machine, the training data, or which parameters were trained.
 _OMITTED_SETTINGS = (
     "shards",
     "mix",
@@ -219,8 +219,8 @@ def write_record(folder: Path, opened: OpenedRun) -> None:
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)
     facts: dict[str, Any] = {"task": opened.spec.name, **opened.task.facts()}
-    # Record the attention backend used in training, because other backends round differently, and the packages that
-    # provide parts of the model.
+    # Record the packages that provide parts of the model, and the attention backend used in training, because other
+    # backends round differently.
     keys = ("attention", CHOICE_FACT, PACKAGES_FACT)
     facts |= {name: value for name, value in opened.trained.facts.items() if name in keys}
     if settings.reads_latents:
@@ -252,14 +252,14 @@ def read_record(folder: Path) -> RunFolder | None:
     if recorded_facts.get(weights.name) != file_facts(weights):
         raise UserError(
             f"{record.path} does not belong to {weights.name}, which has changed since the export",
-            hint=f"delete {record.path} to use {weights.name} as weights of a different project",
+            hint=f"delete {record.path} to use {weights.name} without this record",
         )
     for name in sorted({*recorded_facts, *(path.name for path in _other_files(folder))}):
         path = folder / name
         if not path.is_file() or recorded_facts.get(name) != file_facts(path):
             raise UserError(
                 f"{path} {'has changed since the export' if path.is_file() else 'was exported, but is missing'}",
-                hint=f"export again, or delete {record.path} to use {weights.name} as weights of a different project",
+                hint=f"export again, or delete {record.path} to use {weights.name} without this record",
             )
     return record
 

@@ -1,4 +1,4 @@
-"""Encode clips as small H.264 videos and JPEG images in data URIs, for the pages of results and of searches."""
+"""Encode clips as small H.264 videos and JPEG images in data URIs, for the pages of results and searches."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,7 +32,7 @@ class PlayedClip(Protocol):
 
     @property
     def row(self) -> int:
-        """Number of the clip, unique on the page."""
+        """Index of the clip, unique on the page."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class SampleClip:
 
     @property
     def video(self) -> str:
-        """Name of the video, which is the first part of a chunk's key."""
+        """Name of the video: the part of the chunk's key before the last underscore."""
         return self.key.rpartition("_")[0]
 
 
@@ -99,7 +99,7 @@ class ShownClip:
         video: Data URI of an mp4 file; empty once the budget of the page is used up.
         picture: Data URI of the middle frame; empty if the clip cannot be read or decoded.
         missing: Reason why the clip cannot be read or decoded.
-        is_cut: True if the clip is longer than the video.
+        is_cut: True if the video contains only the start of the clip.
     """
 
     video: str = ""
@@ -113,8 +113,8 @@ class Player:
 
     Args:
         shards: Data folder.
-        split: Split with the chunks of the clips.
-        cache: Folder for downloaded tars.
+        split: Split that contains the chunks of the clips.
+        cache: Cache folder for downloaded tars.
         budget_bytes: Total size of the videos, 24 MB by default. Clips beyond this limit are shown as images.
 
     Raises:
@@ -184,7 +184,7 @@ class Player:
 
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
-    """Open a player with a budget of 8 MB for the examples of a result; None for tars and for data without videos."""
+    """Open a player for the examples of a result (at most 8 MB). Return None for tars and for data without videos."""
     if not kind_of(settings.folder).has_manifest:
         return None
     try:
@@ -196,7 +196,7 @@ def open_player(settings: ClipSettings, *, split: str) -> Player | None:
 def clip_figure(
     samples: PicturedSamples, sample: int, *, num_frames: int, player: Player | None, max_frames: int = 4
 ) -> dict[str, Any]:
-    """Return the entry of a result file that pages show as a clip: chunk, times in seconds, and data URIs.
+    """Return the entry for a clip in a result file: key of the chunk, times in seconds, and data URIs.
 
     In the entry, `frames` are JPEGs of the model's input. `video` and `picture` are the playable clip and its middle
     frame; both are empty without a player.
@@ -205,7 +205,7 @@ def clip_figure(
         samples: Samples of the evaluation.
         sample: Index of the sample.
         num_frames: Number of frames to sample from the clip.
-        player: Encoder of the clips; None to show only frames.
+        player: Player that encodes the clip; None for frames only.
         max_frames: Maximum number of sampled frames to return.
     """
     begin_s, end_s = samples.span_s(sample)

@@ -1,8 +1,7 @@
 """Flags and table of `train eval probe`, which probes frozen features with k-NN and a linear layer.
 
-A label has all classes that occur in at least one of the two splits. Impossible probes are reported before training
-starts.
-docs/evaluation.md contains definitions and sources.
+The classes of a label are all classes that occur in the training split or in the evaluated split. Settings that make a
+probe impossible are reported before training starts. docs/evaluation.md contains definitions and sources.
 """
 
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ class ProbeFlags(Checked):
         yield from repetition_mistakes("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """Return the settings of a probe during training with the values of these flags."""
+        """Return the values of these flags as the settings of a probe during training."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 
@@ -79,9 +78,9 @@ def probe_table(result: dict[str, Any]) -> Table:
         rows.append(Row(", ".join(label_parts), detail, tuple(cells), is_baseline=is_random))
         if finding["num_unseen"]:
             notes.append(
-                f"{count_noun(finding['num_unseen'], 'clip')} of "
-                f"{count_noun(finding['num_unseen_classes'], 'class', 'classes')} of {finding['label']} "
-                f"without a clip in the bank: always wrong"
+                f"{count_noun(finding['num_unseen'], 'clip')} whose class is missing from the bank "
+                f"({count_noun(finding['num_unseen_classes'], 'class', 'classes')} of label {finding['label']}): "
+                "always wrong"
             )
     unseen = "; ".join(dict.fromkeys(notes))
     protocol = protocol_of(
@@ -99,7 +98,7 @@ PROBE = EvaluationSpec(
     name="probe",
     needs="--label NAME",
     help="Evaluate frozen features of the video tower with a k-NN classifier and a linear probe.\n\n"
-    "Baselines are the most frequent classes and the same tower with random weights.",
+    "Baselines: predicting the most frequent classes, and the same tower with random weights.",
     example="train eval probe runs/first --shards data --label motion --label shape",
     run_help="Run folder of a task with a video tower.",
     settings=ProbeFlags,

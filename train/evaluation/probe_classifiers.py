@@ -1,8 +1,8 @@
-"""k-NN and linear classifiers for frozen features, which `train eval probe` fits, and their accuracies.
+"""k-NN and linear classifiers for `train eval probe`, and their accuracies.
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
 the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
-in the bank. Among equally near clips, the first ones in the bank are used. The paper uses k = 200 and a temperature of
+in the bank. Among equally near clips, the first ones in the bank count. The paper uses k = 200 and a temperature of
 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
@@ -48,7 +48,7 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Return class scores, float64 [N, K], up to a factor per clip. Classes without a neighbour score 0.
+    """Return class scores, float64 [N, K], up to a constant factor for each clip. Classes without a neighbour score 0.
 
     Args:
         features_ND: Features of the clips to classify.
@@ -58,26 +58,26 @@ def vote(
         neighbours: Number of neighbours k, at most the size of the bank.
         temperature: Temperature of the weights.
     """
-    cosine_Nk, index_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
+    cosine_Nk, index_Nk = find_nearest(features_ND, bank_MD, neighbours=neighbours)
     # Scale the weights so that the nearest neighbour has weight 1. Otherwise exp() could overflow.
     weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
     votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
     return votes_NK.scatter_add_(1, label_M[index_Nk], weight_Nk)
 
 
-def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines [N, k] and bank indices, int64 [N, k], of the nearest neighbours, in the order of the bank.
+def find_nearest(
+    features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines [N, k] and bank indices, int64 [N, k], of the nearest neighbours, in the order of the bank.
 
     Similarities are computed in blocks, so that memory does not grow with N * M.
     """
-    blocks = [
-        _nearest_in_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERY_BLOCK)
-    ]
+    blocks = [_search_bank(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERY_BLOCK)]
     cosine_Nk, index_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return cosine_Nk, index_Nk
 
 
-def _nearest_in_bank(
+def _search_bank(
     features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     features_ND = torch.nn.functional.normalize(features_ND, dim=1)
@@ -89,15 +89,15 @@ def _nearest_in_bank(
         # Keep the candidates in the order of the bank.
         cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
         index_NC = torch.cat([index_Nk, index_C.expand(len(features_ND), -1)], dim=1)
-        chosen_Nk = _largest_indices(cosine_NC, min(neighbours, cosine_NC.shape[1]))
+        chosen_Nk = _find_largest(cosine_NC, min(neighbours, cosine_NC.shape[1]))
         best_Nk, index_Nk = cosine_NC.gather(1, chosen_Nk), index_NC.gather(1, chosen_Nk)
     return best_Nk, index_Nk
 
 
-def _largest_indices(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ascending indices of the largest values in each row, int64 [N, k]. Earlier values win ties."""
+def _find_largest(values_NC: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ascending indices of each row's largest values, int64 [N, k]. Earlier values win ties."""
     smallest_N1 = values_NC.topk(count, dim=1).values[:, -1:]
-    # topk may return any of several equal values, so use only the smallest value that it returns.
+    # topk breaks ties arbitrarily, so only the smallest of its values is used, as a threshold.
     is_larger, is_equal = values_NC > smallest_N1, values_NC == smallest_N1
     num_ties_N1 = count - is_larger.sum(dim=1, keepdim=True)
     is_chosen = is_larger | (is_equal & (is_equal.cumsum(dim=1) <= num_ties_N1))
@@ -121,7 +121,7 @@ class Accuracy:
 
 def class_ranks(scores_NK: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """Return the rank of each clip's class, int64 [N]; 1 is best."""
-    # The comparison of the correct class with itself makes 1 the best rank.
+    # The class of the clip also counts itself, so the best rank is 1.
     return (scores_NK >= scores_NK.gather(1, label_N[:, None])).sum(dim=1)
 
 
@@ -141,8 +141,8 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
 
 
 GRID = (1.0, 10.0, 1e2, 1e3, 1e4)  # candidates for l2
-FALLBACK = 10.0  # l2 if candidates cannot be compared
-_NUM_FOLDS = 5  # one fifth of the videos is held out
+FALLBACK = 10.0  # l2 if the candidates cannot be compared
+_NUM_FOLDS = 5  # number of folds of the videos; one fold is held out
 _MAX_STEPS = 2000
 _GRADIENT_TOLERANCE = 1e-7
 
@@ -152,8 +152,8 @@ class LinearProbe:
     """Trained linear layer.
 
     Attributes:
-        mean_D: Mean for the standardisation of features, float64.
-        scale_D: Standard deviation for the standardisation of features, float64.
+        mean_D: Mean of the training features, float64.
+        scale_D: Standard deviation of the training features, float64; 1 for constant features.
         weight_CD: Weights for standardised features, float64.
         bias_C: Biases, float64.
         classes_C: Classes that occur among the training clips, int64.
@@ -220,7 +220,7 @@ def choose_l2(
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of held-out clips: the clips of a random fifth of the videos, or every fifth clip of one video.
+    """Return a mask of held-out clips: all clips of a random fifth of the videos, or every fifth clip of one video.
 
     Complete videos are held out, because clips of the same video are more similar than clips of different videos.
     """
@@ -291,15 +291,15 @@ class LabelledFeatures:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Accuracy of a method on a label. The fields, except `predictions`, are keys of result files.
+    """Accuracy of a method on a label. All fields except `predictions` are stored in result files.
 
     Attributes:
         label: Name of the label.
         method: Classifier.
-        found: Accuracies of the probe.
+        accuracies: Accuracies of the probe, stored as `found`.
         num_samples: Number of queries.
         num_bank: Number of labelled clips in the bank.
-        num_classes: Number of classes that occur in at least one of the two splits.
+        num_classes: Number of classes that occur in the split of the queries or in the split of the bank.
         num_unseen: Number of queries whose class does not occur in the bank. Their predictions are always wrong.
         num_unseen_classes: Number of classes that occur among the queries, but not in the bank.
         predictions: Predictions for the queries.
@@ -309,7 +309,7 @@ class ProbeResult:
 
     label: str
     method: Method
-    found: Accuracy
+    accuracies: Accuracy
     num_samples: int
     num_bank: int
     num_classes: int
@@ -321,8 +321,8 @@ class ProbeResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of a result file, without the predictions."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predictions"}
-        return {**values, "found": asdict(self.found)}
+        names = [field.name for field in fields(self) if field.name not in ("accuracies", "predictions")]
+        return {**{name: getattr(self, name) for name in names}, "found": asdict(self.accuracies)}
 
 
 def probe(
@@ -331,9 +331,10 @@ def probe(
     """Probe the features of a tower with every method on every label.
 
     Raises:
-        FailedWork: For one of the labels, no query or fewer than two training classes could be decoded.
+        FailedWork: For one of the labels, no query could be decoded, or the decoded clips of the bank have fewer than
+            two classes.
     """
-    # Disable autocast, because it would change the third digit of the cosines.
+    # Disable autocast, because it would change the cosines in the third digit.
     with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
             _probe(queries, bank, index=index, label=label, method=method, evaluation=evaluation)
@@ -356,8 +357,8 @@ def _probe(
     num_bank_classes = len(bank_label_M.unique())
     if not len(label_N) or num_bank_classes < 2:
         raise FailedWork(
-            f"label {label.label}: only {count_noun(len(label_N), 'clip')} to score and "
-            f"{count_noun(num_bank_classes, 'training class', 'training classes')} could be decoded"
+            f"label {label.label}: only {count_noun(len(label_N), 'clip')} to score and training clips of only "
+            f"{count_noun(num_bank_classes, 'class', 'classes')} could be decoded"
         )
     l2 = gradient = None
     if method == "knn":
@@ -377,7 +378,7 @@ def _probe(
     return ProbeResult(
         label=label.label,
         method=method,
-        found=accuracy(scores_NK, label_N),
+        accuracies=accuracy(scores_NK, label_N),
         num_samples=len(label_N),
         num_bank=len(bank_label_M),
         num_classes=len(label),

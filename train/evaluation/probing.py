@@ -1,4 +1,4 @@
-"""Probe frozen features: open the clips to score and the bank of labelled clips, and compute the results.
+"""Probe frozen features: open the clips to score and the bank of labelled clips, and compute accuracies.
 
 `train eval probe` compares a trained tower with the same tower with random weights. During training, all ranks probe
 the model together.
@@ -39,16 +39,16 @@ class ProbeSets:
     Attributes:
         classes: Classes of each label.
         queries: Clips to score.
-        bank: Neighbours for k-NN, and training set for linear layers.
-        queries_every: Step between the clips of `queries` that are used; 1 for all clips.
-        bank_every: Step between the clips of `bank` that are used; 1 for all clips.
+        bank: Labelled clips: candidate neighbours for k-NN, and training set for linear layers.
+        query_stride: Step between the clips that are used from `queries`; 1 for all clips.
+        bank_stride: Step between the clips that are used from `bank`; 1 for all clips.
     """
 
     classes: tuple[ClassList, ...]
     queries: "Samples[Any]"
     bank: "Samples[Any]"
-    queries_every: int = 1
-    bank_every: int = 1
+    query_stride: int = 1
+    bank_stride: int = 1
 
     def extract(
         self,
@@ -58,15 +58,18 @@ class ProbeSets:
         world: World,
         device: torch.device,
     ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
-        """Extract the features of queries and bank with each tower, and add the labels. All ranks must call it.
+        """Extract the features of queries and bank with each tower. All ranks must call this method.
+
+        The result contains the labelled features of the queries and of the bank, one entry per tower, and the features
+        of both sets with the clips that failed.
 
         Raises:
             FailedWork: No clip could be decoded, or a feature is not finite.
         """
         parts = []
-        for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
-            batches = samples.evaluation_batches(every=every)
-            batches = count_batches(batches, "extracting features", total=-(-len(samples) // every))
+        for samples, stride in ((self.queries, self.query_stride), (self.bank, self.bank_stride)):
+            batches = samples.evaluation_batches(every=stride)
+            batches = count_batches(batches, "extracting features", total=-(-len(samples) // stride))
             features = extract(towers, batches, inputs=inputs, device=device)
             parts.append(gather_features(features, world))
         queries, bank = parts
@@ -94,14 +97,14 @@ def open_sets(
     Args:
         settings: Settings of the run, with the data to evaluate.
         evaluation: Settings of the probe.
-        bank_split: Split of the bank.
+        bank_split: Split that provides the bank.
         world: Ranks that share the samples.
         device: Device of this rank.
         uses_all: True to use all samples, regardless of `max_samples` and `max_bank`.
 
     Raises:
-        UserError: The data are not a folder with a manifest; a split has no clips with a label; the bank is too small
-            or has a single class; or the two splits are equal.
+        UserError: The data are not a folder with a manifest, no clip of a split has one of the labels, the bank is
+            too small or contains a single class, or both splits are the same.
     """
     if evaluation.split == bank_split:
         raise UserError(
@@ -113,11 +116,11 @@ def open_sets(
     classes = tuple(read_classes(folder, label=label, splits=splits) for label in evaluation.labels)
     bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
     queries = _open_labelled(settings, split=evaluation.split, classes=classes, world=world, device=device)
-    every = [
+    strides = [
         1 if uses_all else every_for(len(samples), at_most=limit)
         for samples, limit in ((queries, evaluation.max_samples), (bank, evaluation.max_bank))
     ]
-    sets = ProbeSets(classes, queries, bank, *every)
+    sets = ProbeSets(classes, queries, bank, *strides)
     _check(sets, evaluation, bank_split=bank_split)
     return sets
 
@@ -125,8 +128,8 @@ def open_sets(
 def _open_labelled(
     settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
 ) -> "Samples[Any]":
-    """Open this rank's share of the clips (pixels or latents) in a split that have at least one of the labels."""
-    # A training batch fits into memory: an autoencoder processes all cubes here, but does not keep activations.
+    """Open this rank's share of a split (pixels or latents). Clips without any of the labels are omitted."""
+    # Batches of the training size fit into memory. An autoencoder encodes all cubes here, but keeps no activations.
     batch = settings.microbatch or world.share(settings.batch)
     loading = replace(loader_settings(settings, world, device=device), batch=batch, group=1)
     samples: Samples[Any] = open_samples(
@@ -143,13 +146,15 @@ def _open_labelled(
 
 
 def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> None:
-    bank_ML, label_NL = sets.bank.all_labels[:: sets.bank_every], sets.queries.all_labels[:: sets.queries_every]
+    bank_ML, label_NL = sets.bank.all_labels[:: sets.bank_stride], sets.queries.all_labels[:: sets.query_stride]
     for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         classes = np.unique(bank_M[bank_M >= 0])
         if len(classes) < 2:
-            problem = f"have the class {label.names[int(classes[0])]!r}" if len(classes) else f"have no {label.label}"
+            problem = f"no clip of split {bank_split!r} has a {label.label}"
+            if len(classes):
+                problem = f"all clips of split {bank_split!r} have the class {label.names[int(classes[0])]!r}"
             raise UserError(
-                f"all clips of split {bank_split!r} {problem}, but a probe needs at least two classes",
+                f"{problem}, but a probe needs at least two classes",
                 hint="use more data, or a different label",
             )
         if not (label_N >= 0).any():
@@ -161,20 +166,19 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
             raise UserError(
                 f"{evaluation.neighbours} neighbours are requested, but split {bank_split!r} has only "
                 f"{count_noun(num_bank, 'clip')} with a {label.label}",
-                hint=f"use {num_bank} or fewer for --neighbours (in training --evaluate.neighbours), ideally far fewer "
-                "than the number of clips in a class",
+                hint=f"use --neighbours {num_bank} or fewer (during training: --evaluate.neighbours), ideally far "
+                "fewer than the number of clips in a class",
             )
 
 
 class LoopProbe:
-    """Probe that is repeated during training, always on the same clips. The bank has clips of the training split.
+    """Probe that is repeated during training, always on the same clips. The bank contains clips of the training split.
 
     Args:
         settings: Settings of the run, with the data to evaluate.
         evaluation: Settings of the probe.
         name: Prefix of the metrics.
-        inputs: Function that takes a batch and returns the clips [B, C, T, H, W] that the video tower takes in an
-            evaluation.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W], the input of the video tower.
         world: Ranks that share the samples.
         device: Device of this rank.
 
@@ -201,18 +205,18 @@ class LoopProbe:
         return self._sets.queries
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Return accuracies as `<name>/<label>_<method>_<metric>`, equal on all ranks. All ranks must call it.
+        """Return accuracies as `<name>/<label>_<method>_<metric>`, the same on all ranks.
 
-        The model must be in evaluation mode, and unsharded on every rank.
+        All ranks must call this method with an unsharded model in evaluation mode.
         """
         (queries,), (bank,), *features = self._sets.extract(
             [tower_of(model)], inputs=self._inputs, world=world, device=self._device
         )
         metrics: dict[str, float] = {}
         for result in probe(queries, bank, evaluation=self._evaluation, classes=self._sets.classes):
-            accuracies = asdict(result.found)
+            accuracies = asdict(result.accuracies)
             metrics |= {f"{result.label}_{result.method}_{name}": accuracies[name] for name in PROBE_NUMBERS}
-        # Ranks compute the same values up to the rounding of their devices. Use the values of rank 0 on all ranks.
+        # The values of the ranks may differ by rounding, so use the values of rank 0 on all ranks.
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         metrics = dict(zip(metrics, world.gather(values)[: len(values)].tolist(), strict=True))
         return split_metrics(self._name, metrics, num_failed=sum(part.num_failed for part in features))
@@ -226,7 +230,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         FailedWork: No clip could be decoded.
     """
     features, settings, trained, evaluation = opened.spec.features, opened.settings, opened.trained, flags.evaluation()
-    assert features is not None  # every task with this evaluation has features
+    assert features is not None  # every task with this evaluation provides features
     if not flags.label:
         labels = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
@@ -274,9 +278,9 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
-    """Return a run's model, and a model with weights drawn from the run's seed, in evaluation mode on the device."""
+    """Return a run's model and one with weights drawn from the run's seed, both on the device in evaluation mode."""
     task, trained = opened.task, opened.trained
-    # The samples determine the resolution of a run's clips. Weights that are not a run record the resolution.
+    # For a run, the samples determine the resolution. For other weights, it is already known.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)
@@ -287,9 +291,9 @@ def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
 def _protocol(evaluation: ProbeEvaluation, *, bank_split: str) -> str:
     methods = {
         "knn": f"k-NN: the {evaluation.neighbours} nearest clips of split {bank_split!r} by cosine, "
-        f"each votes with exp(cosine / {evaluation.temperature:g})",
+        f"weighted by exp(cosine / {evaluation.temperature:g})",
         "linear": f"linear: multinomial logistic regression on standardised features of split {bank_split!r}, solved "
-        "to its optimum, L2 by the cross-entropy on a fifth of its videos",
+        "to its optimum, L2 chosen by the cross-entropy on a held-out fifth of its videos",
     }
     baseline = "majority baseline: always the most frequent classes of these clips"
     return "; ".join([*(methods[method] for method in evaluation.methods), baseline, "ties count against the model"])

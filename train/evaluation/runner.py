@@ -1,8 +1,8 @@
 """Run an evaluation of trained weights, and write the result file.
 
-All evaluations share this code. It opens the run, and fills the common fields of a result, among them the description
-of the clips and the command line that repeats the evaluation. The spec of an evaluation contains the function that
-computes it (`clipmill.train.spec.EvaluationSpec.score`).
+All evaluations share this code. It opens the run, and fills the common fields of a result, such as the description of
+the clips and the command line that repeats the evaluation. The scores are computed by the function in the evaluation's
+spec (`clipmill.train.spec.EvaluationSpec.score`).
 """
 
 import shlex
@@ -43,7 +43,7 @@ class EvaluatedSamples(EvaluatedClips, Protocol):
 
     @property
     def variant_name(self) -> str:
-        """Names of the variants of the columns."""
+        """Names of the column variants."""
         ...
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class EvaluatedSamples(EvaluatedClips, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """Weights of a run, or from another source, that are ready to be evaluated.
+    """Weights that are ready to be evaluated, from a run or from another source.
 
     Attributes:
         spec: Spec of the task.
@@ -67,8 +67,8 @@ class OpenedRun:
         task: Task of the weights, with the classes or tokens that were saved with them.
         overrides: Overrides whose values differ from the values used in training.
         missing_part: Part of the task's model that the weights lack, such as "a decoder"; '' if the model is complete.
-        source: Source of the weights if they are not a run.
-        checkpoint: Checkpoint of a run.
+        source: Source of the weights; None for a run.
+        checkpoint: Checkpoint of the run; None if the weights are not a run.
     """
 
     spec: TaskSpec
@@ -111,7 +111,7 @@ class OpenedRun:
         return self.title if self.run is None else self.run.name
 
     def result_name(self, name: str, flags: Any) -> str:
-        """Return the file name for the result `name` of an evaluation, which depends on data and overrides."""
+        """Return the file name of the result `name`. The file name depends on the data and the overrides."""
         return result_name(f"{name}{suffix_of(self.differences(flags))}", self.facts())
 
     def differences(self, flags: Any) -> dict[str, Any]:
@@ -178,7 +178,8 @@ def open_for(spec: TaskSpec, run: RunFolder, options: OpenOptions = AS_IN_TRAINI
         say: Function that prints which tensors were interpolated.
 
     Raises:
-        UserError: The run has no checkpoint, or this machine, the settings or the overrides do not fit the checkpoint.
+        UserError: The run has no checkpoint, or its checkpoint does not fit this machine, the settings or the
+            overrides.
     """
     saved_settings: ClipSettings = load_settings(run.settings, spec.settings)
     require_parts(saved_settings.towers, run)
@@ -290,13 +291,13 @@ def _incomplete_note(score: Score) -> dict[str, str]:
 
 
 def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
-    """Return the metrics of an evaluation during training as `<split>/<name>`, with the number of failures if any."""
+    """Return the metrics as `<split>/<name>`, for the training log, with the number of failures unless it is 0."""
     named_metrics = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
     return {f"{split}/{name}": value for name, value in named_metrics.items()}
 
 
 def every_for(num_samples: int, *, at_most: int) -> int:
-    """Return the smallest k for which every k-th sample gives no more than `at_most` samples."""
+    """Return the smallest k such that every k-th sample amounts to no more than `at_most` samples."""
     return -(-num_samples // at_most)
 
 
@@ -312,15 +313,15 @@ def describe_clip(
 
     Args:
         settings: Settings of the clips.
-        samples: Samples that read the clips; required for latents, whose segment length they provide.
+        samples: Samples that read the clips. They are required for latents, to look up the segment length.
         views: Temporal and spatial views of a pixel clip.
         mean_of: Noun for the values that are averaged over views.
         is_consecutive: True if the frames of latents are consecutive.
     """
     frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
-        position = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
-        return f"{frames} of latents of a segment of {samples.reader.segment_s:g}s, {position}"
+        position = "consecutive, in the middle" if is_consecutive else "one in the middle of each of equal parts"
+        return f"{frames} of latents from a {samples.reader.segment_s:g}s segment, {position}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     # A single temporal view is in the middle of the span. Several views are spread over the span.
     is_centred = views.num_clips == 1
@@ -347,7 +348,7 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
         arguments += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for name, group in _replaced_groups(flags).items():
-        # A group replaces a complete group of the run's settings, so also include values that differ from its defaults.
+        # A group replaces the complete group of the run, so keep each flag unless run, default and choice all agree.
         chosen, trained, default = (opened.effective_values(name, item) for item in (group, None, type(group)()))
         del values[name]
         if chosen != trained:

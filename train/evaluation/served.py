@@ -16,7 +16,7 @@ from torch import nn
 from clipmill.manifests.errors import UserError
 from clipmill.train.evaluation.identity import normalisation_of
 from clipmill.train.spec import ExportRequest
-from clipmill.train.weights.exported import Exported, save_json
+from clipmill.train.weights.exported import Export, save_json
 
 PROGRAM_FORMATS = ("torch", "onnx")
 PREPROCESSING_FILE = "preprocessing.json"
@@ -28,12 +28,12 @@ _USE = {
 }
 
 
-def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Exported:
+def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[str, Any]) -> Export:
     """Prepare the export of a model as a program. The model must be on the CPU.
 
     Args:
         request: Settings, shape and format of the export.
-        model: Module that maps float32 clips [B, C, T, H, W] to float32 [B, N], with SDPA attention.
+        model: Module with SDPA attention that maps float32 clips [B, C, T, H, W] to float32 [B, N].
         output: Description of the output, for preprocessing.json.
 
     Raises:
@@ -67,8 +67,8 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 
     rows = [f"| {part} {name} | {value} |" for part, group in values.items() for name, value in group.items()]
     table = "\n".join(["| | |", "|---|---|", *rows])
-    usage = f"```python\n{_USE[request.form]}\n```\n\nAs in `{PREPROCESSING_FILE}`:\n\n{table}"
-    return Exported(write=write, usage=usage)
+    usage = f"```python\n{_USE[request.form]}\n```\n\nContents of `{PREPROCESSING_FILE}`:\n\n{table}"
+    return Export(write=write, usage=usage)
 
 
 def _as_onnx(program: torch.export.ExportedProgram, example: torch.Tensor) -> Any:
@@ -90,7 +90,7 @@ def _input_of(settings: Any, shape: list[int]) -> dict[str, Any]:
     if settings.sampling == "stride":
         frames["stride"] = settings.stride
     if settings.reads_latents:
-        return {**layout, "kind": "latents of the VAE, as the data loader of the run returns them", **frames}
+        return {**layout, "kind": "VAE latents, as returned by the data loader of the run", **frames}
     mean, std = normalisation_of(settings)
     return {
         **layout,

@@ -1,8 +1,8 @@
 """Tables of the results of `train eval`, with protocols and results by class, for the console and the results page.
 
-Results by class show how many clips of each class are recognised, which classes are confused, and the majority
-baseline, which always predicts the classes that are most frequent among the evaluated clips. No model can do better
-without looking at the clips.
+Results by class show how many clips of each class are recognised and which classes are confused. They also show the
+majority baseline, which always predicts the most frequent classes of the evaluated clips. No model that ignores the
+clips has a higher top-1 accuracy.
 
 Shape suffixes: N clips, K classes.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CLASSES_SECTION = Path(__file__).with_name("classes.html.j2")  # section of a page for results with `by_class`
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 _INCOMPLETE = "(incomplete)"
-FEW_CLASSES = 5  # maximum number of classes for which top-5 accuracy is always 100 %
+FEW_CLASSES = 5  # with this many classes or fewer, top-5 accuracy is always 100 %
 # References for the metrics of a table: random rankings, or a model that always predicts the most frequent classes.
 CHANCE, MAJORITY = "chance", "majority baseline"
 
@@ -38,10 +38,10 @@ class Cell:
 
     Attributes:
         text: Value, as text.
-        reference: Reference of the value, as text.
+        reference: Reference value, as text; '' without one.
         share: Value as a fraction in [0, 1]; None for other values.
         reference_share: Reference as a fraction in [0, 1]; None for other values.
-        baseline: Name and value of a trivial model, if the table has a column for it.
+        baseline: Name and value of a trivial model; '' if the table has no column for such a model.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Metrics, with the protocol that is needed for a comparison.
+    """Metrics, with the protocol that makes them comparable.
 
     Attributes:
         title: Title.
@@ -152,8 +152,8 @@ def share_cell(value: float | None, reference: float | None = None) -> Cell:
     return Cell(percent(value), "" if reference is None else percent(reference), value, reference)
 
 
-def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """Return the data, protocol, clips and checkpoint of a result, which are needed for a comparison."""
+def protocol_of(result: dict[str, Any], sizes: str, **entries: str) -> dict[str, str]:
+    """Return the lines that make a result comparable: data, protocol, `entries`, overrides, clips, checkpoint."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}"
@@ -161,7 +161,7 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
     elif "source" in result:  # the weights are not a run
         data += f"; of {result['shards']}"
     lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
-    lines |= {name.replace("_", " "): text for name, text in more.items() if text}
+    lines |= {name.replace("_", " "): text for name, text in entries.items() if text}
     if overrides := result.get("overrides"):
         changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
         is_interpolated = not {"num_frames", "size_px"}.isdisjoint(overrides)
@@ -205,7 +205,7 @@ class Predictions:
 
     @staticmethod
     def join(parts: Sequence[Predictions]) -> Predictions:
-        """Concatenate the predictions of one or more parts."""
+        """Concatenate one or more sets of predictions."""
         import torch
 
         names = ("label_N", "predicted_N", "is_among_N")

@@ -18,7 +18,7 @@ from clipmill.train.registry import evaluations_of
 from clipmill.train.report.results import initial_weights
 from clipmill.train.run.environment import installed_version
 from clipmill.train.run.folder import read_object
-from clipmill.train.weights.exported import Exported
+from clipmill.train.weights.exported import Export
 
 CARD_FILE = "README.md"
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/;,]+/)*([^\s/;,]+)")
@@ -37,7 +37,7 @@ class _Result:
     table: Table
 
 
-def model_card(opened: OpenedRun, exported: Exported, *, form: str, opener: str, folder: str, step: int | None) -> str:
+def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, folder: str, step: int | None) -> str:
     """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
@@ -164,7 +164,7 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     ]
 
 
-def _input_note(opened: OpenedRun, exported: Exported) -> list[str]:
+def _input_note(opened: OpenedRun, exported: Export) -> list[str]:
     """Return a note that the metrics apply only to the video model, if other libraries open a different model."""
     if not exported.model_input:
         return []

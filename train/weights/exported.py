@@ -1,8 +1,8 @@
 """Publish exported folders atomically, and write the files that all formats share.
 
-An exported image tower has no parameters for time. These tensors of the video tower are stored next to the weights, in
-video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. The file also records
-the SHA-256 of the weights. If other software has changed the weights since the export, the file is rejected.
+An exported image tower has no temporal parameters. The temporal parameters of the video tower are stored next to the
+weights, in video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. This file
+also records the SHA-256 of the weights. If other software has changed the weights since the export, the file is rejected.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from clipmill.train.weights.conversion import MEANS, STDS, Tensors
 from clipmill.train.weights.files import read_tensors
 
 EXTRAS_FILE = "video_extras.safetensors"
-_OWNER = "weights_sha256"
+_SHA256_KEY = "weights_sha256"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class Export:
     """An export that is ready to be written.
 
     Attributes:
         write: Function that writes the files of the export to a folder.
         remarks: Notes for the user.
         model_input: Input of the exported model if it differs from the run's input, such as "single images".
-        usage: Markdown instructions for an exported program. Empty for exported weights, which commands accept as
-            WEIGHTS, and which include a record of the run.
+        usage: Markdown instructions for an exported program; empty for exported weights. Commands accept exported
+            weights as WEIGHTS, because the export contains a record of the run.
     """
 
     write: Callable[[Path], None]
@@ -85,7 +85,7 @@ def save_json(path: Path, value: Any) -> None:
 
 
 def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; tensors may share memory."""
+    """Write a safetensors file. The tensors may share memory."""
     from safetensors.torch import save_file
 
     path.touch()
@@ -114,12 +114,12 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:
-    """Write the tensors of a video tower that an image tower lacks, with the SHA-256 of the weights file."""
-    save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(weights_path)})
+    """Write the tensors that only the video tower has, with the SHA-256 of the weights file."""
+    save_tensors(extras, folder / EXTRAS_FILE, metadata={_SHA256_KEY: _digest(weights_path)})
 
 
 def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors that `save_extras` wrote, by clipmill's names; {} if the folder has none.
+    """Read the tensors that `save_extras` wrote, by their names in clipmill; {} if the folder lacks the file.
 
     Raises:
         UserError: The tensors do not belong to the weights in `weights_path`, or the file is damaged.
@@ -131,8 +131,8 @@ def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        owner = (file.metadata() or {}).get(_OWNER)
-    if owner != _digest(weights_path):
+        recorded_hash = (file.metadata() or {}).get(_SHA256_KEY)
+    if recorded_hash != _digest(weights_path):
         raise UserError(
             f"{path} does not belong to {weights_path.name}, which has changed since the export",
             hint=f"delete {EXTRAS_FILE} to use {weights_path.name} as an image model",

@@ -29,7 +29,7 @@ from clipmill.train.weights.conversion import (
     Tensors,
     any_starts_with,
 )
-from clipmill.train.weights.exported import Exported, preprocessor_config, save_json, save_tensors
+from clipmill.train.weights.exported import Export, preprocessor_config, save_json, save_tensors
 from clipmill.train.weights.files import as_config, rgb_values
 
 CHECKPOINT_FILE = "checkpoint.pth"
@@ -100,7 +100,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
     )
 
 
-def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Exported:
+def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Export:
     """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`, for `weights_only=True`.
 
     Raises:
@@ -127,7 +127,7 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
         state = {name: tensor.detach().clone() for name, tensor in to_videomae(weights).items()}
         torch.save({"model": state}, folder / CHECKPOINT_FILE)
 
-    return Exported(write=write, remarks=tuple(remarks))
+    return Export(write=write, remarks=tuple(remarks))
 
 
 # Features that a VideoMAE V2 configuration may enable, but that our towers do not support.
@@ -276,7 +276,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 
 def exported_videomae(
     settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
-) -> Exported:
+) -> Export:
     """Prepare the export of a model with a videomae tower as VideoMAE's own checkpoint or as a transformers folder.
 
     Args:
@@ -324,7 +324,7 @@ def exported_videomae(
             save_json(folder / "preprocessor_config.json", preprocessor)
 
     remarks = () if is_rgb else ("the model takes latents, so there is no preprocessor_config.json",)
-    return Exported(write=write, remarks=remarks)
+    return Export(write=write, remarks=remarks)
 
 
 HF_VIDEOMAE = Format(

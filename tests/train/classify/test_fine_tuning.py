@@ -130,7 +130,7 @@ def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
     assert read_lines(RunFolder(second).metrics)[-1].keys() >= {"val/class_top1"}
     assert train("eval", "classification", second, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["num_samples"] == 3 and "8 frames of latents of a segment of 5s, in a row" in result["clip"]
+    assert result["num_samples"] == 3 and "8 frames of latents from a 5s segment, consecutive" in result["clip"]
     assert train("eval", "classification", second, "--clips", 5) == 2
     assert "5 clips x 1 crops apply to frames in pixels, not to latents" in capsys.readouterr().err
     assert train("classify", *words(*few, "--num-frames", 40), "--out", tmp_path / "none") == 2

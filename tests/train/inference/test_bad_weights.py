@@ -45,9 +45,9 @@ def test_weights_of_another_task_than_a_protocol_scores_are_refused(
     plain = tmp_path / "plain"
     shutil.copytree(exported_clip, plain, ignore=shutil.ignore_patterns("clipmill"))
     error, hint = error_and_hint(capsys, "eval", "caption", plain, "--shards", moving)
-    assert "not the weights of a complete model of train caption" in error and "TimeSformer and GPT-2" in hint
+    assert "not the weights of a complete model for train caption" in error and "TimeSformer and GPT-2" in hint
     error, _ = error_and_hint(capsys, "caption-video", plain, plain)
-    assert "not the weights of a complete model of train caption" in error or "no videos" in error
+    assert "not the weights of a complete model for train caption" in error or "no videos" in error
 
 
 def test_a_protocol_that_needs_a_part_that_the_weights_lack_says_so(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clipmill.train.evaluation import probe_classifiers as neighbours
-from clipmill.train.evaluation.probe_classifiers import nearest, vote
+from clipmill.train.evaluation.probe_classifiers import find_nearest, vote
 
 
 def draw_rows(num: int, width: int, *, seed: int) -> torch.Tensor:
@@ -54,12 +54,12 @@ def test_equal_neighbours_are_taken_in_the_order_of_the_bank(monkeypatch: pytest
     monkeypatch.setattr(neighbours, "_BANK_BLOCK", 4)
     bank = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).repeat(5, 1)
     for count, expected in ((3, [1, 3, 5]), (7, [0, 1, 2, 3, 5, 7, 9])):
-        _, place = nearest(torch.tensor([[2.0, 0.0]]), bank, neighbours=count)
+        _, place = find_nearest(torch.tensor([[2.0, 0.0]]), bank, neighbours=count)
         assert place.tolist() == [expected]
 
 
 def test_a_bank_that_is_smaller_than_k_votes_as_a_whole() -> None:
-    cosine, place = nearest(draw_rows(2, 3, seed=0), draw_rows(4, 3, seed=1), neighbours=20)
+    cosine, place = find_nearest(draw_rows(2, 3, seed=0), draw_rows(4, 3, seed=1), neighbours=20)
     assert place.tolist() == [[0, 1, 2, 3]] * 2 and cosine.shape == (2, 4)
 
 

@@ -195,7 +195,8 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
         assert (entry["num_classes"], entry["num_unseen"], entry["num_unseen_classes"]) == (4, 3, 2)
         assert entry["found"]["top1"] <= 0.25
     assert train("eval", "probe", run, *few) == 0
-    assert "3 clips of 2 classes of class without a clip in the bank: always wrong" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "3 clips whose class is missing from the bank (2 classes of label class): always wrong" in out
 
     write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
     assert train("eval", "probe", run, *few) == 2

@@ -40,7 +40,7 @@ from clipmill.train.tasks.caption.spec import (
 )
 from clipmill.train.tasks.caption.tokenizer import END, TOKENIZER_FILE
 from clipmill.train.weights.architecture import match_size
-from clipmill.train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
+from clipmill.train.weights.exported import Export, preprocessor_config, require_format, save_json, save_tensors
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.hf_caption import (
     TimeSformerShape,
@@ -90,7 +90,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel |
     return AdoptedModel(settings=settings, shape=shape, open_arguments={"decoder": decoder})
 
 
-def exported_captioner(request: ExportRequest) -> Exported:
+def exported_captioner(request: ExportRequest) -> Export:
     """Export a captioner to the requested format.
 
     Raises:
@@ -127,7 +127,7 @@ def exported_captioner(request: ExportRequest) -> Exported:
         preprocessor = preprocessor_config("VideoMAEImageProcessor", settings, kind=kind)
         save_json(folder / "preprocessor_config.json", preprocessor)
 
-    return Exported(write=write)
+    return Export(write=write)
 
 
 def save_hf(
@@ -254,7 +254,7 @@ class _Prefix(nn.Module):
         return prefix_of(self, clips_BCTHW, self.before, self.after)
 
 
-def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decoding: Mapping[str, Any]) -> Exported:
+def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decoding: Mapping[str, Any]) -> Export:
     """Export a captioner with a language model.
 
     Args:
@@ -311,4 +311,4 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         peft_load = f'lm = PeftModel.from_pretrained(lm, f"{{folder}}/{_ADAPTER}")\n'
     script = _SCRIPT.replace("PEFT_IMPORT\n", peft_import).replace("PEFT_LOAD\n", peft_load)
     script = script.replace("PREPROCESSING", PREPROCESSING_FILE)
-    return Exported(write=write, usage=f"In this folder, with torch, transformers and av:\n\n```python\n{script}\n```")
+    return Export(write=write, usage=f"In this folder, with torch, transformers and av:\n\n```python\n{script}\n```")

@@ -15,7 +15,7 @@ from clipmill.train.tasks.classify.spec import ClassifySettings
 from clipmill.train.tasks.classify.task import VideoClassifier
 from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of, num_frames_of
 from clipmill.train.weights.conversion import kind_of_tensors
-from clipmill.train.weights.exported import Exported, require_format
+from clipmill.train.weights.exported import Export, require_format
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
@@ -77,7 +77,7 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
     return names
 
 
-def exported_classifier(request: ExportRequest) -> Exported:
+def exported_classifier(request: ExportRequest) -> Export:
     """Export a classifier to the requested format. All formats except torch and onnx need a videomae tower.
 
     Raises:

@@ -20,7 +20,7 @@ from clipmill.train.weights.architecture import frame_px_of, match_size, model_n
 from clipmill.train.weights.conversion import CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from clipmill.train.weights.exported import (
     EXTRAS_FILE,
-    Exported,
+    Export,
     preprocessor_config,
     require_format,
     save_extras,
@@ -110,7 +110,7 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None
     return AdoptedModel(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
 
 
-def exported_clip(request: ExportRequest) -> Exported:
+def exported_clip(request: ExportRequest) -> Export:
     """Export a dual encoder to the requested format.
 
     Raises:
@@ -163,10 +163,10 @@ def exported_clip(request: ExportRequest) -> Exported:
 
     is_exact = request.frame_embedding == "mean" or not request.weights[TEMPORAL_EMBEDDING].count_nonzero()
     model_input = "" if settings.num_frames == 1 and is_exact else "single images"
-    return Exported(write=write, remarks=tuple(remarks), model_input=model_input)
+    return Export(write=write, remarks=tuple(remarks), model_input=model_input)
 
 
-def _exported_library(request: ExportRequest) -> Exported:
+def _exported_library(request: ExportRequest) -> Export:
     """Export towers in the format of the image tower's library, and all other tensors to a separate file."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
@@ -189,7 +189,7 @@ def _exported_library(request: ExportRequest) -> Exported:
     remarks = (
         (f"parts of {', '.join(part_names)} that {library} cannot hold are in {EXTRAS_FILE}",) if part_names else ()
     )
-    return Exported(write=write, remarks=remarks, model_input="" if settings.num_frames == 1 else "single images")
+    return Export(write=write, remarks=remarks, model_input="" if settings.num_frames == 1 else "single images")
 
 
 class _VideoTower(nn.Module):
@@ -203,7 +203,7 @@ class _VideoTower(nn.Module):
         return self.model.embed_video(clips)
 
 
-def _exported_video_tower(request: ExportRequest) -> Exported:
+def _exported_video_tower(request: ExportRequest) -> Export:
     """Export the video tower as a program (torch.export or ONNX)."""
     settings, size = request.settings, request.shape.size
     model = DualEncoder(

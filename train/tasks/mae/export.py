@@ -8,7 +8,7 @@ from clipmill.train.models.videomae import decoder_size
 from clipmill.train.spec import AdoptedModel, ExportRequest
 from clipmill.train.tasks.mae.spec import MaeSettings
 from clipmill.train.weights.architecture import frame_px_of, match_size, model_name_of
-from clipmill.train.weights.exported import Exported, require_format
+from clipmill.train.weights.exported import Export, require_format
 from clipmill.train.weights.files import read_config
 from clipmill.train.weights.loading import depth_of
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
@@ -37,7 +37,7 @@ def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel
     return AdoptedModel(settings=settings, shape=shape, missing_part="" if depth else "a decoder")
 
 
-def exported_autoencoder(request: ExportRequest) -> Exported:
+def exported_autoencoder(request: ExportRequest) -> Export:
     """Export a masked autoencoder to the requested format.
 
     Raises:

@@ -41,12 +41,12 @@ def _table(result: dict[str, Any]) -> Table:
 def _export(request: ExportRequest) -> Any:
     from safetensors.torch import save_file
 
-    from clipmill.train.weights.exported import Exported
+    from clipmill.train.weights.exported import Export
 
     def write(folder: Path) -> None:
         save_file(request.weights, folder / "model.safetensors")
 
-    return Exported(write=write)
+    return Export(write=write)
 
 
 TASK = TaskSpec(
