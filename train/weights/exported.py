@@ -2,7 +2,8 @@
 
 An exported image tower has no temporal parameters. The temporal parameters of the video tower are stored next to the
 weights, in video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. This file
-also records the SHA-256 of the weights. If other software has changed the weights since the export, the file is rejected.
+also records the SHA-256 of the weights. If other software has changed the weights since the export, this file is
+rejected.
 """
 
 import hashlib
