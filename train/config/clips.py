@@ -58,14 +58,15 @@ class CaptionSettings(Checked):
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Return the weights in `name=weight,name=weight`, in order.
+    """Parse `name=weight,name=weight`, and return the weights by name, in this order.
 
     Raises:
-        UserError: The text does not have this form, a weight is negative or not a number, or all weights are 0.
+        UserError: The text does not have this form, a name is repeated, a weight is negative or not finite, or all
+            weights are 0.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.rpartition("="))
+        name, _, value = (side.strip() for side in part.rpartition("="))
         try:
             weight = float(value)
         except ValueError:
@@ -121,7 +122,7 @@ Weights = Annotated[str, Parameter(name=("--weights", "--run"))]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Checked):
-    """Number, sampling and size of the frames of a clip, where they differ from the values used in training."""
+    """Number, sampling and size of the frames of a clip, if they differ from the values used in training."""
 
     num_frames: Annotated[int | None, Range(1, 1024)] = None
     """Number of frames per clip; temporal embeddings are interpolated. Default: as in training."""
@@ -173,16 +174,16 @@ class ClipSettings(TrainingSettings):
     """True if the model has trained parameters besides its towers."""
 
     views: Annotated[str | None, groups.CLIPS] = None
-    """Cameras that recorded the same moments, such as top,wrist. A sample then shows a moment from each camera. The
-    caption columns `group` and `view` identify the moment and the camera (docs/python.md). Default: each caption is a
-    separate sample."""
+    """Cameras that recorded the same moments, such as top,wrist. A sample then contains a clip of the same moment from
+    every camera. The caption columns `group` and `view` identify the moment and the camera (docs/python.md). Default:
+    each caption is a separate sample."""
     num_frames: NumFrames = 4
     """Number of frames per clip."""
     sampling: Sampling = "uniform"
     """Frame sampling. uniform: one frame from each of --num-frames equal segments; stride: every --stride-th frame;
     lavila: LaViLa's rule."""
     stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
-    """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
+    """Step of --sampling stride, in frames. Clips that are too short use a smaller step."""
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
     """Frame size in pixels. Frames are resized to squares of this size. The flag does not apply to latents."""
     crop: Crop = "random"
@@ -194,7 +195,7 @@ class ClipSettings(TrainingSettings):
     """Length in pixels to which a simple crop scales the short side of a frame before it cuts out a square of
     --size-px. Default: 8/7 of --size-px (256 for 224)."""
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
-    """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
+    """Number of consecutive samples drawn from the same chunk. The chunk is decoded once for all of them."""
     augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
     """Augmentation in training."""
     model: Annotated[ModelName, groups.MODEL, FIRST_RUN] = "b16"
@@ -284,8 +285,8 @@ class LatentSettings(ClipSettings):
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips; latents: segments of the column made by prep latents."""
     segment: Annotated[str | None, groups.CLIPS, _WITH_LATENTS] = None
-    """Length of a segment of latents, such as 5s. Default: the stored segments of a video VAE; 5s for other
-    latents."""
+    """Length of a segment of latents, such as 5s. Default: the stored segment length for a video VAE, 5s for
+    other latents."""
     max_segments: Annotated[int | None, groups.CLIPS, Range(1, 10**9), _WITH_LATENTS] = None
     """Maximum number of segments per training video; the segments are spread evenly over the video. Default: all
     segments."""
@@ -323,8 +324,8 @@ class OpenOptions:
 
     Attributes:
         shards: Data to use instead of the data of the run; None for weights that do not come from a run.
-        variant: Names of the data variants to read. Other columns use the variant used in training or, if the data are
-            not the data of the run, the current variant.
+        variant: Names of the data variants to read. Columns without a named variant use the variant used in training
+            or, for data other than the run's, the current variant.
         where: Condition that selects samples. The condition used in training never applies.
         device: Device to use instead of the device of the run: auto, cpu or cuda.
         overrides: Different number, sampling or size of frames. Temporal and positional embeddings are interpolated.

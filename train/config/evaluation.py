@@ -31,7 +31,7 @@ class EvaluatedData:
         shards: Data folder; None for the data folder of the run.
         split: Split to evaluate on.
         protocol: Evaluation protocol, for tasks with several protocols; None for the default protocol of the task.
-        is_named: False for one of several training data folders that are evaluated without --evaluate.shards.
+        is_named: False if --evaluate.shards is not set, and the data are one of several training data folders.
     """
 
     name: str
@@ -47,7 +47,7 @@ class EvaluatedData:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Convert UserErrors within the block, in which these data are opened, to errors about the evaluation."""
+        """Convert UserErrors from the block, which opens these data, to errors about the evaluation."""
         try:
             yield
         except UserError as error:
@@ -112,7 +112,7 @@ class EvaluationSettings(Checked):
             name = match["name"] if match else short_name(parts["shards"].rstrip("/").rpartition("/")[2])
             if name in data:
                 raise UserError(
-                    f"{self.flag('shards')} has two data folders named {name!r}",
+                    f"{self.flag('shards')} names two data folders {name!r}",
                     hint="use NAME=DATA with different names",
                     flags=(self.flag("shards"),),
                 )
@@ -125,12 +125,12 @@ class EvaluationSettings(Checked):
         return tuple(data.values())
 
     def with_absolute_paths(self) -> Self:
-        """Return the settings with absolute paths of the data folders, so that they are valid in any directory."""
+        """Return the settings with absolute paths to the data folders, which are valid in any working directory."""
         all_data = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 
     def metric_names(self, data: EvaluatedData) -> tuple[str, ...]:
-        """Return the metrics that --best can select, without the data's prefix; empty if they depend on the data."""
+        """Return the metrics that --best can select, without the prefix; empty if the metrics depend on the data."""
         return ()
 
     def rules(self) -> Iterator[UserError]:
@@ -139,7 +139,7 @@ class EvaluationSettings(Checked):
         yield from errors_of(check_where, self.where)
 
     def find_protocol(self, name: str) -> str:
-        """Return the protocol with a name from --evaluate.shards.
+        """Return the protocol that a value of --evaluate.shards names.
 
         Raises:
             UserError: This task has no protocol with this name.
@@ -163,7 +163,7 @@ PROBE_NUMBERS = ("top1", "top5", "mean_class")
 class ProbeEvaluation(EvaluationSettings):
     """Settings of probes, which predict labels from frozen features. `max_samples` limits the evaluated samples."""
 
-    # The split is read even without an evaluation, for the reconstructions at the end of a run.
+    # The split is read even without evaluations, for the reconstructions at the end of a run.
     split: str = "val"
     """Split to evaluate on, and source of the reconstructed clips on the results page."""
     labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()

@@ -1,6 +1,6 @@
-"""Building blocks of training settings: groups of the help, steps in epochs, choices, and parts with names.
+"""Building blocks of training settings: help groups, step counts in epochs, choices, and named parts.
 
-`clipmill.manifests.settings` has the annotations that both programs share.
+`clipmill.manifests.settings` contains the annotations that both programs share.
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"
@@ -23,7 +23,7 @@ _EPOCHS = re.compile(r"(\d+\.?\d*|\.\d+)ep")
 
 
 def help_group(title: str, position: int) -> Parameter:
-    """Return a group of flags in the help. The help sorts groups by position; groups of one task have 6 to 9."""
+    """Return a help group for flags. The help sorts groups by position. Positions 6 to 9 are for the task's groups."""
     return Parameter(group=Group(title, sort_key=position))
 
 
@@ -49,7 +49,7 @@ SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # allows --fla
 
 @dataclass(frozen=True)
 class Steps(Range):
-    """Range of a number of steps that may also be a number of epochs: `500`, or `0.1ep` for a tenth of an epoch.
+    """Range of a number of steps that can also be given in epochs: `500`, or `0.1ep` for a tenth of an epoch.
 
     The number of steps per epoch is known only once the samples are open (`clipmill.train.data.loader.TrainingSet`).
     Settings store the value as specified; the training loop converts it with `convert_epochs`.
@@ -71,7 +71,7 @@ def epochs_of(value: int | str) -> float | None:
 
 
 def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str = "") -> int:
-    """Convert the value of a setting to a number of steps, which is at least 1 for a value in epochs.
+    """Convert the value of a setting to a number of steps. A value in epochs corresponds to at least 1 step.
 
     Args:
         epoch_steps: Number of steps per epoch; None if it is unknown, as for a stream of tars.
@@ -93,7 +93,7 @@ def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str =
 
 
 def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
-    """Return the settings with every number of epochs converted to steps; raises the errors of `num_steps`."""
+    """Return the settings with every number of epochs converted to steps. Raise the errors of `num_steps`."""
     changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, value in _step_fields(settings):
         changed[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
@@ -101,7 +101,7 @@ def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
 
 
 def epoch_remarks(settings: Any, epoch_steps: float | None) -> list[str]:
-    """Return a remark about each setting that is in epochs, for the log; raises the errors of `num_steps`."""
+    """Return a remark for the log about each setting in epochs. Raise the errors of `num_steps`."""
     values = [(flag, value) for _, _, flag, value in _step_fields(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in values]
     return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(values, steps, strict=True)]
@@ -168,7 +168,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the references to parts in the settings and their groups. `parts` of a settings class lists such fields.
+    """Yield the references to parts in the settings and their groups. A settings class lists these fields in `parts`.
 
     Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
     model can be used, even if a package that the run used is missing.

@@ -55,7 +55,7 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
     Parsing takes a tenth of a second or more, so a process parses equal content only once.
 
     Raises:
-        UserError: The file cannot be read, or has a key or value that `kind` does not accept.
+        UserError: The file cannot be read, or contains a key or value that `kind` does not accept.
     """
     try:
         content = path.read_bytes()
@@ -204,7 +204,7 @@ def _fault(error: Exception) -> str:
 
 
 def _fast_class(name: str) -> Any:
-    """Return a class of PyYAML, preferably the variant with libyaml, which is ten times as fast."""
+    """Return a PyYAML class, if possible the libyaml variant, which is ten times as fast."""
     import yaml
 
     return getattr(yaml, f"C{name}", None) or getattr(yaml, name)
@@ -222,7 +222,7 @@ def _loader() -> type[Any]:
                 if isinstance(key, yaml.ScalarNode):
                     if (name := key.value.replace("-", "_")) in names:
                         raise yaml.constructor.ConstructorError(
-                            problem=f"it has the key {key.value} twice", problem_mark=key.start_mark
+                            problem=f"duplicate key {key.value}", problem_mark=key.start_mark
                         )
                     names.add(name)
             return super().construct_mapping(node, deep)
@@ -231,7 +231,7 @@ def _loader() -> type[Any]:
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:
-    """Raise a UserError for content that settings never have: recursion, thousands of values, or very long strings."""
+    """Raise a UserError for content that settings never contain: recursion, thousands of values, or huge strings."""
     stack: list[tuple[Any, int]] = [(values, 1)]
     num_values = 0
     while stack:
@@ -239,7 +239,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
         num_values += 1
         if isinstance(value, str) and len(value) > _MAX_CHARACTERS:
             raise UserError(
-                f"{path} has a value of {len(value):,} characters, which is too long for a setting",
+                f"{path} contains a value of {len(value):,} characters, which is too long for a setting",
                 hint="write one `key: value` per line",
             )
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
@@ -254,7 +254,7 @@ def preset_path(name: str, command: str = "") -> Path:
     """Return the path of a preset: for `tiny` in `train mae`, tiny-mae.yaml if it exists, otherwise tiny.yaml.
 
     Raises:
-        UserError: The preset does not exist. The hint lists the presets, or the successor of this preset.
+        UserError: The preset does not exist. The hint lists the presets, or names the successor of this preset.
     """
     known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
     for stem in (f"{name}-{command}", name):
@@ -268,7 +268,7 @@ def preset_path(name: str, command: str = "") -> Path:
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
     """Return the purpose of each preset of a command, by name. The purpose is the first line of the preset's file.
 
-    A preset is available in every command that has all settings in the file.
+    A preset is available in every command whose settings include all settings in the file.
     """
     purposes = {}
     for path, values in _presets().items():
@@ -302,7 +302,7 @@ class Provenance:
     """Sources of a command's settings.
 
     Attributes:
-        sources: Preset, published row or file that sets a flag, by flag; "" for a flag on the command line.
+        sources: Source of the value of each flag: a preset, a published row or a file; "" for the command line.
         remarks: Remarks about the published rows that apply, and about ignored values of a preset.
     """
 
@@ -380,9 +380,9 @@ def select_parts(
                 remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {flags}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common)):
-        remaining, idle = _drop_idle(part.values, defaults, overrides)
-        chosen_values.append(Part(part.source, remaining))
-        remarks += [f"{part.source}: {flag} is not used with {reason}" for flag, reason in idle.items()]
+        kept_values, reasons = _drop_idle_values(part.values, defaults, overrides)
+        chosen_values.append(Part(part.source, kept_values))
+        remarks += [f"{part.source}: {flag} is not used with {reason}" for flag, reason in reasons.items()]
     return chosen_values, remarks
 
 
@@ -391,7 +391,7 @@ def _defaults_for_choice(
 ) -> dict[str, Any]:
     """Return the defaults that apply to a choice without a published row.
 
-    They cover the hyperparameters of the choice, and the other settings that the published rows set.
+    The result contains the hyperparameters of the choice, and the other settings that the published rows set.
     """
     choices = getattr(defaults, group).hyperparameters()
     hyperparameters = {f"{group}.{name}" for names in choices.values() for name in names}
@@ -400,7 +400,7 @@ def _defaults_for_choice(
     return {name: reduce(getattr, name.split("."), defaults) for name in sorted(common)} | chosen_values
 
 
-def _drop_idle(
+def _drop_idle_values(
     values: Mapping[str, Any], defaults: Checked, overrides: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Drop values of a file that have no effect because of flags or files with higher priority.
@@ -410,22 +410,22 @@ def _drop_idle(
         overrides: Values from flags and files with higher priority, by flag.
 
     Returns:
-        The remaining values. For each dropped value, by its flag: the flag and value that make it ineffective.
+        The remaining values, and the reason for each dropped value, by its flag: the flag and value that rule it out.
     """
-    remaining, idle = dict(values), dict[str, str]()
+    kept_values, reasons = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}
     for key, value in values.items():
         setting = annotations.get(str(key).replace("-", "_"))
         group = getattr(defaults, setting.name) if setting else None  # the parser reports unknown keys
         if isinstance(group, Checked) and isinstance(value, Mapping):
-            remaining[key], idle_in_group = _drop_idle(value, group, overrides)
-            idle |= idle_in_group
+            kept_values[key], group_reasons = _drop_idle_values(value, group, overrides)
+            reasons |= group_reasons
         elif setting and setting.needs is not None and value != setting.default:
             flag = defaults.flag(setting.needs.name)
             if flag in overrides and overrides[flag] not in map(str, setting.needs.values):
-                del remaining[key]
-                idle[defaults.flag(setting.name)] = f"{flag} {overrides[flag]}"
-    return remaining, idle
+                del kept_values[key]
+                reasons[defaults.flag(setting.name)] = f"{flag} {overrides[flag]}"
+    return kept_values, reasons
 
 
 def _flag(setting: str) -> str:

@@ -63,7 +63,7 @@ _KINDS = (
     f"Architecture of the video tower (docs/models.md): {', '.join(TOWERS)}. "
     "Default: from --init.weights, else the default of the task."
 )
-# Settings that do not apply to towers of the kind videomae, with the value of each that means "not set".
+# Settings that do not apply to towers of the kind videomae, each with the value that means "not set".
 _CLIP_ONLY = {"embedding_width": None, "patch_dropout": 0.0, "attention": None}
 LIBRARY = "library"  # kind of all towers from libraries
 _REFERENCE = re.compile(r"(open_clip|timm|hf):\S.*")
@@ -91,7 +91,7 @@ class Towers(Checked):
     image: Annotated[str | None, TOWERS_BY_NAME] = None
     """Image tower from a library, applied to each frame: open_clip:NAME, timm:NAME or hf:FOLDER (docs/models.md)."""
     pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
-    """Pooling of the frame embeddings of --towers.image into a clip embedding: their mean, or attention pooling."""
+    """Pooling of the frame embeddings of --towers.image into a clip embedding: mean or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
     """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
@@ -138,7 +138,7 @@ class Towers(Checked):
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
             flag = self.flag("patch_dropout" if self.patch_dropout else "tubelet")
             yield UserError(
-                f"--towers.attention divided needs every patch of every frame, but {flag} removes some",
+                f"--towers.attention divided needs every patch of every frame, but {flag} drops or merges some",
                 hint=f"omit {flag}, or use --towers.attention joint",
                 flags=("--towers.attention", flag),
             )
@@ -193,9 +193,9 @@ class DualEncoderTowers(Towers):
     """Pooling of the token embeddings of --towers.text hf:FOLDER. own: as in the model; mean: their mean; first, last:
     the first or last token."""
     context_length: Annotated[int | None, Range(4, 8192)] = None
-    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). If the number is
-    larger than in the weights of a CLIP, the first 20 positional embeddings are kept, and the others are interpolated
-    (Long-CLIP: 248)."""
+    """Maximum number of tokens per text. Default: from the text tower or --init.weights (CLIP: 77). If CLIP weights
+    have a smaller maximum, their first 20 positional embeddings are kept, and the others are interpolated (Long-CLIP:
+    248)."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each setting that does not apply to the towers."""
@@ -205,7 +205,7 @@ class DualEncoderTowers(Towers):
             if self.text.startswith("timm:"):
                 yield UserError(
                     f"--towers.text is {self.text}, but timm has only image towers",
-                    hint="use open_clip",
+                    hint="use open_clip:NAME or hf:FOLDER",
                     flags=("--towers.text",),
                 )
 
@@ -220,7 +220,7 @@ def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
 
 
 def kind_of(towers: Towers) -> str:
-    """Return the kind of a video tower. Call this after the kind has been read from the initial weights, if any."""
+    """Return the kind of a video tower. The kind must already have been read from the initial weights, if any."""
     return towers.kind or ("clip" if towers.image is None else LIBRARY)
 
 
@@ -274,7 +274,7 @@ class Init(Checked):
     prefix = "init"
 
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Initial weights: file, folder, run, or NAME:TAG of open_clip, which downloads it. Default: random."""
+    """Initial weights: file, folder, run, or open_clip's NAME:TAG, which is downloaded. Default: random."""
     format: FormatChoice = "auto"
     """Format of --init.weights. auto: detected from the tensor names; hf_timesformer: only for train caption."""
     allow: tuple[str, ...] = ()
@@ -459,7 +459,7 @@ def tuning_mistakes(
         elif tower in frozen:
             yield UserError(
                 f"--lora.towers {tower} adapts a tower that --freeze {' '.join(freeze)} freezes",
-                hint="omit the tower from one of them: the weights of a tower with adapters are always frozen",
+                hint="omit the tower from one of the flags; the weights of a tower with adapters are always frozen",
                 flags=("--lora.towers", "--freeze"),
             )
     if not towers_to_adapt(lora, freeze, towers=towers):

@@ -23,7 +23,7 @@ from clipmill.train.config.fields import FIRST_RUN
 
 # Value of --shards: one data folder, or several.
 Shards = str | tuple[str, ...]
-_REPEATED = Parameter(negative=())  # flag that may be repeated: --shards A --shards B
+_REPEATABLE = Parameter(negative=())  # flag that may be repeated: --shards A --shards B
 _MAX_TERM = 10**6  # maximum numerator or denominator of a weight
 
 Content = Literal["captions", "labels", "frames"]
@@ -119,7 +119,7 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
 
 def data_folder_error(address: str, reason: str, *, kind: Kind | None = None, flags: tuple[str, ...] = ()) -> UserError:
-    """Return the error for data without a manifest if a data folder is required.
+    """Return the error for tars where a data folder is required.
 
     Args:
         address: Address of the data.
@@ -210,9 +210,9 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
 class DataSettings(Checked):
     """Location of the training data, and the mixture if there are several data folders."""
 
-    shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATED] = "data"
-    """Data folder made by prep, or tars; several are mixed. A path, an address (s3://bucket/data), or video or image
-    tars ('DIR/{000000..000099}.tar'). Repeat the flag for several: --shards A --shards B."""
+    shards: Annotated[Shards, groups.WHERE, FIRST_RUN, _REPEATABLE] = "data"
+    """Data folder made by prep, or video or image tars. A path, an address (s3://bucket/data), or a pattern of tars
+    ('DIR/{000000..000099}.tar'). Repeat the flag to mix several: --shards A --shards B."""
     mix: Annotated[str | None, groups.WHERE] = None
     """Sampling weights of several --shards, in the same order, such as 2,1. Default: in proportion to their sizes, so
     that each sample is visited once per epoch."""
@@ -229,7 +229,7 @@ class DataSettings(Checked):
 
     @property
     def folder(self) -> str:
-        """The only data folder.
+        """Single data folder of --shards.
 
         Raises:
             UserError: --shards lists several data folders.
@@ -258,7 +258,7 @@ class DataSettings(Checked):
                     same = "twice" if previous == folder else f"and {previous}, but they are the same folder"
                     yield UserError(
                         f"--shards names {folder} {same}",
-                        hint="use it once, with a larger weight in --mix",
+                        hint="use the folder once, with a larger weight in --mix",
                         flags=("--shards",),
                     )
                     break
@@ -367,6 +367,6 @@ def missing_weights_error(weights: str | Path, *, takes_tags: bool) -> UserError
     kinds = ["a run (a training command's --out)", "an exported folder", "a weights file"]
     kinds += ["NAME:TAG of open_clip", "hf:NAME on the Hugging Face Hub"] if takes_tags else []
     return UserError(
-        f"there is no run in {weights}, nor other weights",
+        f"there is no run in {weights}, and there are no other weights",
         hint=f"use {', '.join(kinds[:-1])}, or {kinds[-1]}",
     )

@@ -128,7 +128,7 @@ class ParallelSettings(Checked):
     """Data parallelism. ddp: full replicas; zero1: sharded optimizer state; fsdp: sharded weights, gradients and
     optimizer state."""
     stages: Annotated[int, Range(1, 4096)] = 1
-    """Number of pipeline stages, with one process per stage. More processes form replicas of the pipeline."""
+    """Number of pipeline stages, with one process per stage. Additional processes form replicas of the pipeline."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as early as
     possible."""
@@ -198,15 +198,15 @@ class TrainingSettings(DataSettings):
     """Settings of the training loop, which all tasks share."""
 
     command: ClassVar[str] = ""
-    """Name of the command that has these settings."""
+    """Name of the command that uses these settings."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Task settings that may differ when a run is resumed, in addition to FREE_ON_RESUME."""
     other_data_values: ClassVar[Mapping[str, Any]] = {}
     """Settings that apply only to the training data, with the values to use for other data."""
 
     out: Annotated[Path, groups.WHERE, FIRST_RUN, RUN_FOLDER] = Path("run")
-    """Run folder: a path, or an address such as s3://bucket/run, with which nodes need no shared disk. It contains
-    settings, metrics, checkpoints and the results page."""
+    """Run folder for settings, metrics, checkpoints and the results page. A path or an address such as s3://bucket/run;
+    with an address, nodes need no shared disk."""
     split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
     variant: Annotated[tuple[str, ...], groups.WHERE, groups.SEVERAL] = ()
@@ -278,7 +278,7 @@ class TrainingSettings(DataSettings):
     def with_data(self, shards: str) -> Self:
         """Return the settings with other data, or with one of the run's data folders."""
         is_run_folder = normalise_address(shards) in map(normalise_address, self.folders)
-        # --best is a metric of the complete run, whose evaluations cover all of its folders.
+        # --best refers to the evaluations of the run, which cover all of its folders.
         return replace(self, shards=shards, best=None, **({} if is_run_folder else self.other_data_values))
 
     @property
@@ -347,7 +347,7 @@ class TrainingSettings(DataSettings):
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
-    """Raise a UserError if `--best` is not a metric of the evaluations, provided that the metrics are known already."""
+    """Raise a UserError if `--best` is not a metric of the evaluations. Unknown metrics are not checked."""
     metrics = [
         f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.metric_names(data)
     ]
@@ -359,7 +359,7 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
         )
 
 
-# Settings that may differ when a run is resumed, because they affect the weights by rounding at most.
+# Settings that may differ when a run is resumed, because they affect the weights only by rounding.
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),
@@ -370,13 +370,13 @@ FREE_ON_RESUME = frozenset(
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a dict with paths as strings. The mirror of a bucket becomes the address of the bucket."""
+    """Return settings as a dict with paths as strings. The path of a bucket's mirror becomes the bucket's address."""
     plain = {name: show_urls(str(value)) if isinstance(value, Path) else value for name, value in values.items()}
     return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def weight_settings(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the settings that determine the weights, as plain values by name of the flag (`optimizer.name`)."""
+    """Return the settings that determine the weights, as plain values by flag name (`optimizer.name`)."""
     values = plain_values(asdict(settings))
     return flatten(
         {name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume}
@@ -411,7 +411,7 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
     """
     changed = [name for name in new if name in old and old[name] != new[name]]
     if changed:
-        first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed]
-        differences = [first.format(f"but {where} has "), *(text.format("not ") for text in more)]
+        first, *others = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed]
+        differences = [first.format(f"but {where} has "), *(text.format("not ") for text in others)]
         flags = [f"--{name.replace('_', '-')}" for name in changed]
         raise UserError("; ".join(differences), hint=hint, flags=flags)
