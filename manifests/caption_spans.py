@@ -1,7 +1,7 @@
 """Write and read the files that training maps into memory: the captions of a manifest by video and time.
 
     caption_spans.arrow   one row per span, ordered by (video, begin_s, end_s), with the captions of the span: a list of
-                          (source, row, caption_id), ordered by source and row; all spans of a video are in one batch
+                          (source, row, caption_id), ordered by source and row. All spans of a video are in one batch
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
 `video` and `row` are row indices in videos.parquet and captions.parquet, and `source` is an index into the sources in
@@ -73,7 +73,7 @@ class SpanBlock:
     split: NDArray[np.int8] | None = None
 
     def select_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with rows that count only its videos; None if there are no captions."""
+        """Return the captions of a split, with `video` renumbered among its videos; None if there are no captions."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
         if is_kept.all() and videos.is_in_split is None:
@@ -84,7 +84,7 @@ class SpanBlock:
         if videos.is_in_split is not None:
             is_in_split = np.repeat(videos.is_in_split[self.video], counts)
             if self.split is not None:
-                is_in_split = np.where(self.split < 0, is_in_split, self.split == videos.number)
+                is_in_split = np.where(self.split < 0, is_in_split, self.split == videos.split_index)
             is_kept_caption &= is_in_split
             counts = np.add.reduceat(is_kept_caption, np.cumsum(counts) - counts, dtype=np.int32)
             is_kept = counts > 0
@@ -101,25 +101,25 @@ class SpanBlock:
 
 @dataclass(frozen=True)
 class SplitVideos:
-    """Videos of a split, with the information that is necessary to select their captions.
+    """Videos of a split, with the information that is needed to select their captions.
 
     Attributes:
         row: int32 [videos of the manifest], row of each video among the videos of the split; -1 for other videos.
-        is_in_split: bool [videos of the manifest], True for videos that are in the split themselves, so that their
-            captions without a split are in it as well. None if no caption has a split.
-        number: Index of the split in `CaptionSpans.splits`; -2 if no caption has this split.
+        is_in_split: bool [videos of the manifest], True if the split of the video is this split. Captions without a
+            split of their own belong to the split of their video. None if no caption has a split.
+        split_index: Index of the split in `CaptionSpans.splits`; -2 if no caption has this split.
     """
 
     row: NDArray[np.int32]
     is_in_split: NDArray[np.bool_] | None = None
-    number: int = -2
+    split_index: int = -2
 
 
 class CaptionSpans:
     """Captions by video and time, from a table or from the files of a manifest.
 
     Args:
-        spans, texts: Contents of the two files.
+        spans, texts: Contents of caption_spans.arrow and caption_texts.arrow.
 
     Attributes:
         mark: Identity of the files. A cache of arrays derived from the captions is valid only for this identity.
@@ -131,7 +131,7 @@ class CaptionSpans:
         self._spans, self._texts = spans, texts
 
     def verify(self) -> None:
-        """Read both files, and raise DamagedManifest if a file does not match its checksum."""
+        """Verify the checksums of stored files, and raise DamagedManifest on a mismatch. Do nothing for a table."""
 
     @classmethod
     def from_table(cls, captions: pa.Table, video_ids: pa.Array) -> "CaptionSpans":
@@ -173,12 +173,12 @@ class CaptionSpans:
         """Yield the spans in blocks, in the order of the file.
 
         Args:
-            videos: Videos of a split. Only the captions of this split are yielded, with rows that count only these
-                videos. None yields all captions, with rows in videos.parquet.
+            videos: Videos of a split. Only the captions of this split are yielded, with `video` renumbered among these
+                videos. None yields all captions, with rows of videos.parquet in `video`.
         """
         reader = pa.ipc.open_file(self._spans)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
             captions = batch["captions"]
             names = [field.name for field in captions.type.value_type]
             fields = {name: captions.values.field(name).to_numpy() for name in names}
@@ -198,7 +198,7 @@ def is_model_source(source: str) -> bool:
 
 
 def source_order(name: str) -> tuple[bool, str]:
-    """Return the sort key of a source. Sources are sorted by name, with sources of models last."""
+    """Return the sort key of a source. Sources are sorted by name, with model sources last."""
     return is_model_source(name), name
 
 
@@ -211,7 +211,7 @@ def write_caption_spans(
     metadata: dict[bytes, bytes] | None = None,
     scratch_folder: Path | None = None,
 ) -> None:
-    """Write both files for a table of captions.
+    """Write caption_spans.arrow and caption_texts.arrow for a table of captions.
 
     Args:
         captions: Table, or a Parquet file that was opened with dictionary encoding of video_id and source.
@@ -266,7 +266,7 @@ def write_caption_spans(
 def _read_columns(
     captions: pa.Table | pq.ParquetFile, video_ids: pa.Array, *, new_array: _NewArray
 ) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
-    """Read the columns from which the spans are built.
+    """Read the columns that are needed to build the spans.
 
     Returns:
         The columns in the order of captions.parquet, and the names of the sources and of the captions' splits.
@@ -296,21 +296,21 @@ def _read_columns(
         columns["source"][part] = np.array(block_codes, np.int16)[source.indices.to_numpy()]
         if split_kind:
             split = table["split"].combine_chunks().dictionary_encode()
-            numbers = [splits.setdefault(name, len(splits)) for name in split.dictionary.to_pylist()]
-            columns["split"][part] = np.array([*numbers, -1], np.int8)[split.indices.fill_null(-1).to_numpy()]
+            split_indices = [splits.setdefault(name, len(splits)) for name in split.dictionary.to_pylist()]
+            columns["split"][part] = np.array([*split_indices, -1], np.int8)[split.indices.fill_null(-1).to_numpy()]
     sources = sorted(codes, key=source_order)
-    number = np.empty(len(sources), np.int16)
-    number[[codes[name] for name in sources]] = np.arange(len(sources))
+    source_index = np.empty(len(sources), np.int16)
+    source_index[[codes[name] for name in sources]] = np.arange(len(sources))
     for start in range(0, num_rows, _CAPTIONS_PER_READ):
         part = slice(start, start + _CAPTIONS_PER_READ)
-        columns["source"][part] = number[columns["source"][part]]
+        columns["source"][part] = source_index[columns["source"][part]]
     return columns, {"sources": sources, **({"splits": list(splits)} if splits else {})}
 
 
 def _batch_rows(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArray[np.int32]]:
-    """Yield the rows of the captions in each batch, ascending.
+    """Yield the row indices of the captions in each batch, in ascending order.
 
-    A batch has about `_CAPTIONS_PER_BATCH` captions, of consecutive videos.
+    A batch contains about `_CAPTIONS_PER_BATCH` captions from consecutive videos.
 
     Args:
         video: int32 [N], row of each caption's video.
@@ -319,18 +319,17 @@ def _batch_rows(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArra
     parts = [slice(start, start + _CAPTIONS_PER_READ) for start in range(0, len(video), _CAPTIONS_PER_READ)]
     for part in parts:
         counts += np.bincount(video[part], minlength=num_videos)
-    batch_of_video = ((np.cumsum(counts) - counts) // _CAPTIONS_PER_BATCH).astype(
-        np.uint16
-    )  # NumPy sorts 16-bit integers by radix
+    # NumPy sorts 16-bit integers by radix.
+    batch_of_video = ((np.cumsum(counts) - counts) // _CAPTIONS_PER_BATCH).astype(np.uint16)
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     starts = np.r_[0, ends][:-1]
     order, next_free = np.empty(len(video), np.int32), starts.copy()
     for part in parts:
         batch = batch_of_video[video[part]]
         rows, first = part.start + np.argsort(batch, kind="stable"), 0
-        for number, count in enumerate(np.bincount(batch).tolist()):
-            order[next_free[number] : next_free[number] + count] = rows[first : first + count]
-            next_free[number] += count
+        for index, count in enumerate(np.bincount(batch).tolist()):
+            order[next_free[index] : next_free[index] + count] = rows[first : first + count]
+            next_free[index] += count
             first += count
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if end > start:
@@ -341,7 +340,7 @@ class StoredCaptions(CaptionSpans):
     """Snapshot of the captions of a manifest. The content of the files is not checked until `verify` is called.
 
     Args:
-        paths: Paths of the files MAPPED_FILES.
+        paths: Paths of the files in MAPPED_FILES.
         entries: Entry of each file in manifest.json.
     """
 
@@ -364,7 +363,7 @@ class StoredCaptions(CaptionSpans):
 
 
 def open_stored_captions(data_dir: Path) -> StoredCaptions:
-    """Map the captions of the current manifest, which stay the same if the manifest is replaced later.
+    """Map the captions of the current manifest. They do not change if the manifest is replaced later.
 
     Raises:
         UserError: The manifest is missing, or one of its files is missing or has the wrong size.
@@ -379,7 +378,7 @@ def open_stored_captions(data_dir: Path) -> StoredCaptions:
 
 
 def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_ids: pa.Array) -> SplitVideos:
-    """Find the rows of the videos of a split in the current manifest.
+    """Find the rows of a split's videos in the current manifest.
 
     Args:
         video_ids: IDs of the videos of the split (clipmill.manifests.divided_videos.find_split_videos).
@@ -399,5 +398,5 @@ def split_videos(captions: CaptionSpans, data_dir: Path, split: str, *, video_id
     row = np.where(is_member, np.cumsum(is_member) - 1, -1).astype(np.int32)
     if has_same_videos and not captions.splits:
         return SplitVideos(row)
-    number = captions.splits.index(split) if split in captions.splits else -2
-    return SplitVideos(row, is_in_split.to_numpy(), number)
+    split_index = captions.splits.index(split) if split in captions.splits else -2
+    return SplitVideos(row, is_in_split.to_numpy(), split_index)

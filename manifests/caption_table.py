@@ -6,8 +6,8 @@ the order of their IDs. A plan compares the digests to detect changed captions.
 Pseudo-captions are captions that a model wrote. `train caption-chunks` and `prep captions` write them to a Parquet
 file, which `prep manifest captions` reads as a further source. The schema metadata of the file contains a JSON object
 under METADATA_KEY: `kind`, `weights`, `weights_sha256` (null if unknown), `video_variant`, `settings`, and keys that
-depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits are the
-version of the model. A new version replaces all captions of the earlier version.
+depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits
+identify the version of the model. A new version replaces all captions of the earlier version.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class CaptionChange:
     Attributes:
         added: New captions, with the columns that `write_manifest` takes.
         ids: IDs of the new captions, int64[N].
-        next_id: First ID that was never assigned to a caption.
+        next_id: Lowest ID that has never been assigned to a caption.
         keep: Function that selects the previous captions to keep. None keeps no captions.
         keep_labels: True to keep the label columns of the previous captions.
     """
@@ -56,27 +56,27 @@ class CaptionChange:
 def write_caption_table(
     path: Path, change: CaptionChange, *, old_path: Path | None, metadata: dict[bytes, bytes]
 ) -> None:
-    """Write the captions that are kept and the new captions to the file `path` atomically, ordered by ID.
+    """Write the kept captions and the new captions to the file `path` atomically, ordered by ID.
 
     Args:
         old_path: Path of the previous table of captions, if there is one.
         metadata: Metadata of the schema.
 
     Raises:
-        UserError: The previous table has a label column with the same name but a different type.
+        UserError: A label column has a different type in the previous table.
     """
     captions, keep = change.added, change.keep
-    kept: Iterator[pa.Table] = iter(())
+    kept_tables: Iterator[pa.Table] = iter(())
     optional = _optional_columns(captions)
     if old_path is not None and keep is not None:
-        kept = selected_batches(old_path, keep)
-        # An optional column of the previous table stays only if a caption that is kept has a value.
+        kept_tables = selected_batches(old_path, keep)
+        # An optional column of the previous table is kept only if it has a value for at least one kept caption.
         if candidates := set(OPTIONAL_CAPTIONS.names).intersection(pq.read_schema(old_path).names) - optional:
             columns = ["caption_id", "video_id", "source", *sorted(candidates)]
             for table in selected_batches(old_path, keep, columns=columns):
                 optional |= _optional_columns(table)
-    # The schema has the columns of CAPTIONS, optional columns with at least one value, and all labels. No column
-    # is dictionary-encoded.
+    # The schema consists of the columns of CAPTIONS, the optional columns with at least one value, and all labels. It
+    # contains no dictionary types.
     labelled_path = old_path if change.keep_labels else None
     labels = {field.name: field for field in captions.schema if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
@@ -100,7 +100,7 @@ def write_caption_table(
             use_dictionary=[name for name in schema.names if name not in _PLAIN_COLUMNS],
         ) as writer,
     ):
-        for table in _regroup_rows(_merge_rows(kept, captions=captions, ids=change.ids, schema=schema)):
+        for table in _regroup_rows(_merge_rows(kept_tables, captions=captions, ids=change.ids, schema=schema)):
             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
 
 
@@ -132,10 +132,10 @@ def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None =
 
 
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
-    """Yield columns of all captions in the order of the rows, in blocks of about `num_rows` rows.
+    """Yield columns of all captions in row order, in blocks of about `num_rows` rows.
 
-    A block of a file consists of complete row groups, and has at least `num_rows` rows, except for the last block. The
-    chunks of a dictionary-encoded column share one dictionary in each block.
+    A block of a file consists of complete row groups, and has at least `num_rows` rows, except for the last block.
+    Within a block, all chunks of a dictionary-encoded column share one dictionary.
     """
     if isinstance(captions, pa.Table):
         for begin in range(0, captions.num_rows, num_rows):
@@ -152,7 +152,7 @@ def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], 
 
 
 def _optional_columns(captions: pa.Table) -> set[str]:
-    """Return the names of the columns of OPTIONAL_CAPTIONS that have at least one value."""
+    """Return the names of the columns in OPTIONAL_CAPTIONS that have at least one value."""
     names = set(OPTIONAL_CAPTIONS.names).intersection(captions.column_names)
     return {name for name in names if captions[name].null_count < captions.num_rows}
 
@@ -162,9 +162,9 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _merge_rows(
-    kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
+    kept_tables: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema
 ) -> Iterator[pa.Table]:
-    """Merge the captions that are kept with the new captions, and yield tables in the order of the IDs."""
+    """Merge the kept captions with the new captions, and yield tables in the order of the IDs."""
     order = np.argsort(ids)
     sorted_ids = ids[order]
     num_done = 0  # number of new captions that have been yielded
@@ -175,7 +175,7 @@ def _merge_rows(
             part = take_rows(captions, rows).append_column("caption_id", pa.array(ids[rows]))
             yield cast_to_schema(part, schema)
 
-    for table in kept:
+    for table in kept_tables:
         table = cast_to_schema(table, schema)
         last_id = table["caption_id"][-1].as_py()
         end = int(np.searchsorted(sorted_ids, last_id))
@@ -220,7 +220,7 @@ def captions_sha256(
 ) -> list[str]:
     """Compute the SHA-256 of each video's captions (IDs, times, texts, sources, labels), sorted by start, end and ID.
 
-    A column of OPTIONAL_CAPTIONS affects only the digests of videos for which the column has a value.
+    A column of OPTIONAL_CAPTIONS affects the digest of a video only if a caption of the video has a value in it.
 
     Args:
         captions: All columns of the captions except caption_id, N rows.
@@ -228,14 +228,14 @@ def captions_sha256(
         video_rows: Index of each caption's video, int[N], in [0, num_videos).
 
     Returns:
-        One digest per video, as hexadecimal digits. The digest of a video without captions is the hash of no bytes.
+        One digest per video, as hexadecimal digits. Without captions, the digest is the hash of the empty string.
     """
     order = np.lexsort((caption_ids, captions["end_s"].to_numpy(), captions["begin_s"].to_numpy(), video_rows))
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
     digests = [hashlib.sha256(b"").hexdigest()] * num_videos
     columns = captions.drop_columns(["video_id"])
     optional_names = [name for name in OPTIONAL_CAPTIONS.names if name in columns.column_names]
-    # Ranges of videos that have about _ROWS_PER_BATCH captions together. The first video of each range has captions.
+    # Ranges of videos that have about _ROWS_PER_BATCH captions in total. The first video of each range has captions.
     ranges: list[tuple[int, int]] = []
     first = 0
     while first < num_videos and bounds[first] < bounds[-1]:
@@ -285,7 +285,7 @@ class TextDigest:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Bytes of the rows of a column.
+    """Bytes of a column, divided into rows.
 
     Rows a to b are data[offsets[a]:offsets[b]]. If `offsets` is None, each row has `row_bytes` bytes.
     """
@@ -306,7 +306,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return the streams of a column. Lengths precede the values, so that different columns have different streams."""
+    """Return the streams of a column. Lengths precede the values, so that different columns yield different bytes."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []
@@ -332,7 +332,7 @@ def _streams(array: pa.Array) -> list[_Stream]:
 def _optional_streams(name: str, array: pa.Array) -> tuple[bytes, np.ndarray, list[_Stream]]:
     """Return an optional column for digests: a prefix, a mask of the rows with a value (bool[N]), and the streams."""
     has_value = array.is_valid().to_numpy(zero_copy_only=False)
-    prefix = b"" if name == "likelihood" else name.encode()  # digests with a likelihood are older than the prefixes
+    prefix = b"" if name == "likelihood" else name.encode()  # digests of likelihoods predate the prefixes
     values = array.fill_null("" if pa.types.is_string(array.type) else 0)
     return prefix, has_value, [_Stream.from_numbers(has_value), *_streams(values)]
 
@@ -353,7 +353,7 @@ SCHEMA = pa.schema(
 
 
 def write_pseudo_captions(path: Path, tables: Iterable[pa.Table], *, record: Mapping[str, Any]) -> None:
-    """Write tables of SCHEMA to a Parquet file atomically, with at least one row group for each table.
+    """Write tables with the schema SCHEMA to a Parquet file atomically. Each table starts a new row group.
 
     Args:
         record: JSON object for the schema metadata.

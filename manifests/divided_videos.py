@@ -1,12 +1,12 @@
-"""Find the split of each second of divided videos, which are videos with captions of different splits.
+"""Find the split of each second of divided videos: videos whose captions belong to different splits.
 
 A caption may belong to a different split than its video (schema.OPTIONAL_CAPTIONS). Each second of a divided video
-belongs to exactly one split: the split of the captions that cover it. If captions of several splits cover a second, it
-belongs to the held-out split (`test`, otherwise `val`). If no caption covers a second, it belongs to the split of the
-video. Captions from further sources, such as models, do not divide a video, because they cover the entire video.
+belongs to exactly one split: the split of the captions that cover it. If captions of several splits cover a second, the
+second belongs to the held-out split (`test`, otherwise `val`). A second that no caption covers belongs to the split of
+the video. Captions from further sources, such as models, do not divide a video, because they cover the entire video.
 
-Training without captions omits the seconds of other splits. A caption is omitted if its span contains a second of a
-different split.
+Training without captions omits the seconds of other splits. Training with captions omits a caption if its span contains
+a second of a different split.
 """
 
 from collections.abc import Collection
@@ -76,10 +76,10 @@ class DividedVideos:
         return np.unique(self.video[self._is_in_split(split)])
 
     def find_splits(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the split at each time of a video; -1 for videos that are not divided."""
+        """Return the index of the split at each time of a video, or -1 if the video is not divided."""
         return np.where(np.isin(video, self.video), self.split[self._find_entries(video, at_us)], -1).astype(np.int64)
 
-    def shows_only(
+    def is_entirely_in(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Return bool [spans], True if a span contains only seconds of `split`, or if its video is not divided."""
@@ -93,7 +93,7 @@ class DividedVideos:
     def split_parts(
         self, split: str, *, video: NDArray[np.integer], begin_us: NDArray[np.int64], end_us: NDArray[np.int64]
     ) -> SpanParts:
-        """Return the parts of spans that belong to a split, ordered by span. Spans of undivided videos stay complete.
+        """Return the parts of spans that belong to a split, ordered by span. Spans of undivided videos are not trimmed.
 
         A part that is shorter than MIN_PART_US is omitted, unless it is a complete span.
         """
@@ -115,7 +115,7 @@ class DividedVideos:
         return self.split == (self.splits.index(split) if split in self.splits else -1)
 
     def _find_entries(self, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entry at each time of a video; an arbitrary entry for videos that are not divided."""
+        """Return the index of the entry at each time of a video, or any index if the video is not divided."""
         # Video and time are combined into one sortable number. Times are clipped to the range of the entries' starts.
         step = int(self.begin_us.max(initial=0)) + 1
         rows = np.unique(self.video)
@@ -125,9 +125,9 @@ class DividedVideos:
 
 
 def read_divided_videos(data_dir: Path) -> DividedVideos | None:
-    """Find the divided videos of a manifest; return None if there are none. Rows of videos are rows of videos.parquet.
+    """Find the divided videos of a manifest, with rows of videos.parquet. Return None if there are none.
 
-    The captions are read only if the manifest records that captions have splits that differ from their videos' splits.
+    The captions are read only if some captions have splits that differ from their videos' splits.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -190,15 +190,15 @@ def _divide_block(
     boundary_video, boundary_us = boundary_video[order], boundary_us[order]
     is_new = (boundary_video[1:] != boundary_video[:-1]) | (boundary_us[1:] != boundary_us[:-1])
     is_new = np.r_[True, is_new][: len(order)]
-    number = np.empty(len(order), np.int64)
-    number[order] = np.cumsum(is_new) - 1
-    begins, ends = number[: len(video)], number[len(video) : 2 * len(video)]
+    boundary_index = np.empty(len(order), np.int64)
+    boundary_index[order] = np.cumsum(is_new) - 1
+    begin_index, end_index = boundary_index[: len(video)], boundary_index[len(video) : 2 * len(video)]
     boundary_video, boundary_us = boundary_video[is_new], boundary_us[is_new]
     entry_split = video_split[boundary_video]
     for code in range(num_splits):
         is_code = split == code
-        num_begins = np.bincount(begins[is_code], minlength=len(entry_split))
-        num_ends = np.bincount(ends[is_code], minlength=len(entry_split))
+        num_begins = np.bincount(begin_index[is_code], minlength=len(entry_split))
+        num_ends = np.bincount(end_index[is_code], minlength=len(entry_split))
         entry_split[np.cumsum(num_begins - num_ends) > 0] = code
     # No entry begins at the last boundary of a video. Consecutive entries of the same split are joined.
     is_first = (boundary_video[1:] != boundary_video[:-1]) | (entry_split[1:] != entry_split[:-1])
@@ -220,10 +220,11 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
     videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
     is_member = split_mask(split, videos, divided)
     if not is_member.any():
-        splits = ", ".join(sorted(split_names(videos, divided))) or "none, the manifest is empty"
+        splits = ", ".join(sorted(split_names(videos, divided)))
+        advice = f"use --split with a split of this manifest: {splits}"
         raise UserError(
             f"{data_dir} has no videos of split {split!r}",
-            hint=f"use --split with a split of this manifest: {splits}",
+            hint=advice if splits else "the manifest is empty; add videos with `prep manifest`",
             flags=("--split",),
         )
     if divided is not None:

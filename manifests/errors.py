@@ -5,8 +5,8 @@
     │   ├── UserErrors     several mistakes in one request           exit 2, `error:` and `hint:` lines for each mistake
     │   └── StorageRefused access denied by object storage           exit 3, `error:` and `hint:` lines
     ├── Inaccessible       file in a bucket that cannot be read now  same as for the OSError that caused it
-    ├── FailedWork         failure of a part of the work             exit 1, a summary and the path of the failure list
-    └── Stopped            end after SIGTERM, with the work saved    exit 143, how to continue
+    ├── FailedWork         part of the work failed                   exit 1, a summary and the path of the failure list
+    └── Stopped            the work was saved after SIGTERM          exit 143, how to continue
 
 The message for an OSError always contains the path. A missing permission and a missing optional package are user
 errors. A full or failing disk and a lack of memory are failed work. Any other exception that reaches the top level is a
@@ -30,7 +30,7 @@ EXIT_STOPPED = 143
 # Maximum length of a library's message, and the length of its start that is kept when the middle is removed.
 _MAX_CHARS, _NUM_FIRST_CHARS = 200, 60
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
-# Error numbers of a full, read-only or failing disk, which is neither an invalid request nor a bug.
+# Errors of a disk that is full or read-only, or that limits sizes. They are neither invalid requests nor bugs.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 NOT_A_FILE = "this path is a folder, not a file; remove it or move it away"
 
@@ -68,7 +68,7 @@ class UserError(ClipmillError):
         return (self,)
 
     def add_hint(self, *hints: str) -> None:
-        """Append to the hint of this error. The error keeps its cause and traceback."""
+        """Append hints to this error. The error keeps its cause and traceback."""
         self._set_hint("; ".join([*filter(None, [self.hint]), *hints]) or None)
 
     def rename_flags(self, rename: Callable[[str], str]) -> None:
@@ -83,9 +83,8 @@ class UserError(ClipmillError):
 
     def _set_hint(self, hint: str | None) -> None:
         self.hint = hint
-        self.__notes__ = (
-            [f"hint: {hint}"] if hint else []
-        )  # shown in the traceback if a user's program raises the error
+        # Python shows notes in the traceback if the error ends a user's own program.
+        self.__notes__ = [f"hint: {hint}"] if hint else []
 
 
 class UserErrors(UserError):
@@ -121,7 +120,7 @@ class StorageRefused(UserError):
 
 
 class StorageReason(str):
-    """Reason why a node is excluded: object storage denies access to the node."""
+    """Reason for excluding a node to which object storage denies access."""
 
 
 class Inaccessible(ClipmillError):
@@ -143,7 +142,7 @@ class Inaccessible(ClipmillError):
 
 
 class FailedWork(ClipmillError):
-    """Part of the work failed. The message states how much, and contains the path of the failure list."""
+    """Part of the work failed. The message states how much failed, and contains the path of the failure list."""
 
     def __init__(self, message: str, *, exit_code: int = EXIT_FAILED_WORK) -> None:
         super().__init__(message)
@@ -157,7 +156,7 @@ class Stopped(ClipmillError):
 
 
 def run_command(command: Callable[[], object], *, program: str = "", has_daemons: bool = False) -> NoReturn:
-    """Run a command, print its errors, and exit with the code for its outcome.
+    """Run a command, print its errors, and exit with the exit code for its outcome.
 
     Args:
         program: Name of the program. The extra with the same name installs its packages.
@@ -189,8 +188,8 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
             os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of the output (such as `| head`) has exited. At shutdown, Python flushes stdout again, and would
-        # report the broken pipe.
+        # The reader of the output (such as `| head`) has exited. Python flushes stdout again at shutdown, which
+        # would report the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
@@ -227,8 +226,8 @@ def not_a_file_error(path: Path) -> IsADirectoryError:
 def _open_closed_streams() -> None:
     """Connect standard streams that the shell has closed (`>&-`) to the null device.
 
-    Python sets a closed stream to None, and its descriptor is free. The first file that the command opens would get
-    this descriptor, so output that a library or a child process prints to the stream would go to the file.
+    Python sets a closed stream to None, and its descriptor becomes free. The first file that the command opens would
+    get this descriptor, and would receive the output that a library or a child process prints to the stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -3,7 +3,7 @@
 import re
 from importlib.metadata import PackageNotFoundError, requires
 
-# Distributions whose name differs from the name of the module by more than `-` and `_`.
+# Distributions by module, where the two names differ by more than `-` and `_`.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
     "ffmpeg": "ffmpeg-python",

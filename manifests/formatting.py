@@ -46,7 +46,7 @@ def range_text(low: str, high: str) -> str:
 
 
 def clock(seconds: float, *, decimals: int = 0) -> str:
-    """Format a time in the way that media players do: 0:42, 1:02:03.
+    """Format a time as media players do: 0:42, 1:02:03.
 
     Args:
         seconds: Time or duration in seconds.
@@ -70,7 +70,7 @@ def percent(fraction: float | None) -> str:
 
 
 def parse_size(text: str, *, flag: str) -> int:
-    """Parse a size such as 100GB or 1.5TB, with decimal units, and return it in bytes.
+    """Parse a size with a decimal unit, such as 100GB or 1.5TB, and return it in bytes.
 
     Raises:
         UserError: The text is not a positive number with a unit.
@@ -88,7 +88,7 @@ def parse_length(text: str, *, flag: str, alternatives: str = "") -> Fraction:
     """Parse a length such as 15s or 500ms, and return the exact number of seconds.
 
     Args:
-        alternatives: Text about other accepted values for the end of the hint, such as ", or 81f for frames".
+        alternatives: End of the hint, which lists other accepted values, such as ", or 81f for frames".
 
     Raises:
         UserError: The text is not a positive number with a unit.
@@ -116,7 +116,7 @@ def parse_age(text: str, *, flag: str) -> float:
 
 
 def parse_bitrate(text: str, *, flag: str) -> int:
-    """Parse a bitrate such as 800k, 0.8M or 2M, with the suffixes of ffmpeg, and return it in bits per second.
+    """Parse a bitrate with a suffix as in ffmpeg, such as 800k, 0.8M or 2M, and return it in bits per second.
 
     Raises:
         UserError: The text is not a bitrate, has no unit, or is not an integral number of bits per second.
@@ -130,7 +130,9 @@ def parse_bitrate(text: str, *, flag: str) -> int:
     bits = Fraction(0) if match is None else Fraction(match["number"]) * (10**6 if match["unit"] == "M" else 1000)
     if not bits or bits.denominator != 1:
         raise UserError(
-            f'{flag} "{text}" is not a bitrate', hint="use 800k, 0.8M or 2M (bits per second)", flags=(flag,)
+            f'{flag} "{text}" is not a bitrate',
+            hint="use a value such as 800k, 0.8M or 2M (bits per second)",
+            flags=(flag,),
         )
     return int(bits)
 

@@ -1,7 +1,7 @@
 """Further sources of captions, which `prep manifest captions` adds to the videos of any dataset.
 
-manifest.json has a record of each further source: the kind of the table, the number of captions, and the metadata of
-the models that wrote the captions. A dataset must not use the name of a further source. Therefore, the source of a
+manifest.json contains a record of each further source: the kind of the table, the number of captions, and the metadata
+of the models that wrote the captions. A dataset must not use the name of a further source. Therefore, the source of a
 caption shows whether the caption comes from a dataset or from a further source.
 """
 
@@ -29,7 +29,7 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, find_rows
 from clipmill.manifests.schema import CAPTIONS, DATASET_DIGEST, OPTIONAL_CAPTIONS
 
-# Characters that are allowed in the name of a source. The syntax of `--captions.sources` uses `=`, `,` and patterns.
+# Characters that are allowed in the name of a source. In `--captions.sources`, `=`, `,` and wildcards have a meaning.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
@@ -74,8 +74,8 @@ def reject_further_sources(captions: pa.Table, further: Mapping[str, Any], *, da
     for name in names:
         if name in further:
             raise UserError(
-                f"dataset {dataset} has captions with the source {name!r}, which is the name of captions added by "
-                "`prep manifest captions`",
+                f"dataset {dataset} has captions with the source {name!r}, but `prep manifest captions` has already "
+                "added captions with this source",
                 hint="rename the source in the annotations, or use a separate data folder (--data)",
             )
 
@@ -85,8 +85,8 @@ class FurtherCaptions:
     """Captions of all further sources of a manifest.
 
     Attributes:
-        captions: Table of schema.CAPTIONS and the likelihood, ordered by caption ID.
-        records: Record of each source by name. The stored number of captions is not used.
+        captions: Columns of schema.CAPTIONS and the likelihood, ordered by caption ID until captions are appended.
+        records: Record of each source, by name. The number of captions in a record is ignored.
     """
 
     captions: pa.Table
@@ -136,15 +136,15 @@ class FurtherCaptions:
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` whose caption ID is in these captions, which must not be empty."""
+        """Return a mask of the rows of `table` whose IDs are in these captions (at least one, ordered by ID)."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 
     def add_to_videos(self, videos: pa.Table) -> pa.Table:
-        """Return `videos` with these captions included in the number of captions and the digest of each video.
+        """Include these captions in the number of captions and the digest of each video, and return the videos.
 
         Args:
-            videos: Table of schema.VIDEOS and schema.DATASET_DIGEST in which only captions from datasets are included.
+            videos: Columns of schema.VIDEOS and schema.DATASET_DIGEST, which cover only captions from datasets.
         """
         if not len(self):
             return videos
@@ -158,15 +158,16 @@ class FurtherCaptions:
             num_videos=videos.num_rows,
         )
         dataset_digests, joint_digests = videos["captions_sha256"].to_pylist(), []
-        for digest, further, count in zip(dataset_digests, digests, counts.tolist(), strict=True):
-            joint_digests.append(hashlib.sha256(f"{digest} {further}".encode()).hexdigest() if count else digest)
+        for digest, further_digest, count in zip(dataset_digests, digests, counts.tolist(), strict=True):
+            joint_digest = hashlib.sha256(f"{digest} {further_digest}".encode()).hexdigest()
+            joint_digests.append(joint_digest if count else digest)
         own_digests = [
             digest if count else None for digest, count in zip(dataset_digests, counts.tolist(), strict=True)
         ]
         return _with_counts(videos, counts, digests=joint_digests, dataset_digests=own_digests)
 
     def subtract_from_videos(self, videos: pa.Table) -> pa.Table:
-        """Return `videos` without these captions, the inverse of `add_to_videos`."""
+        """Undo `add_to_videos`: exclude these captions from the number of captions and the digest of each video."""
         if not len(self):
             return videos
         _, counts = self._rows_and_counts(videos)

@@ -34,7 +34,7 @@ Tables = Mapping[str, Sequence[tuple[str, str]]]  # mapping from the title of a 
 _WIDTH = 80
 _MAX_LABEL_WIDTH, _MAX_SHORT_LABEL_WIDTH = 27, 22
 _FEW_FLAGS = 12
-_NO_BREAKS = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # translation that keeps a text on one line
+_NO_BREAKS = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # keeps a text on one line
 _ONE_OR_MORE = re.compile(r"\b(\w+)\|\1\.\.\.")  # STR|STR...
 _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 
@@ -54,11 +54,11 @@ def help_text(
     range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> str:
-    """Return the help for the command that the arguments of a program contain.
+    """Return the help text for the command in the arguments of a program.
 
     Args:
-        range_of: Function that takes the annotations of a flag and returns its range, such as `1 to 64`, which is shown
-            by `--help-all`. It returns "" if there is no range.
+        range_of: Function that takes the annotations of a flag and returns the flag's range, such as `1 to 64`, or ""
+            if there is none. The short help omits ranges.
         tables_of: Function that takes the flags of a command and returns tables to show after the flags.
     """
     commands, apps, _ = app.parse_commands([word for word in arguments if word not in HELP | {HELP_ALL}])
@@ -238,7 +238,7 @@ def _default(value: object) -> str:
 
 
 def _width(labels: Sequence[str], *, is_short: bool = False) -> int:
-    """Return the width of the column of labels. Labels above the maximum width do not count."""
+    """Return the width of the column of labels. Labels that exceed the maximum width are ignored."""
     max_width = _MAX_SHORT_LABEL_WIDTH if is_short else _MAX_LABEL_WIDTH
     return max((len(label) for label in labels if len(label) <= max_width), default=max_width)
 
@@ -263,8 +263,8 @@ def register_completion(app: "App") -> None:
     def install_completion(*, shell: Shell = None) -> None:
         """Install shell completion for bash, zsh or fish.
 
-        It writes a file to the folder from which the shell reads completions. For bash and zsh, it also adds a line to
-        ~/.bashrc or ~/.zshrc that loads the file. Run it again after an update.
+        This command writes a file to the folder where the shell looks for completions. For bash and zsh, it also adds
+        a line to ~/.bashrc or ~/.zshrc that loads the file. Run this command again after each update.
         """
         from cyclopts.completion.detect import ShellDetectionError
 
@@ -283,20 +283,20 @@ def register_completion(app: "App") -> None:
             # The file for zsh has a name that begins with _. zsh reads it when ~/.zshrc calls compinit.
             is_zsh = path.name.startswith("_")
             message += f", loaded by a line in {'~/.zshrc, which must precede compinit' if is_zsh else '~/.bashrc'}"
-        print(f"{message}; it works in new shells")
+        print(f"{message}; open a new shell to use it")
 
     app.command(install_completion, name="--install-completion")
 
 
 def check_values(_app: Any, _names: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """Reject values that cyclopts would silently change when it converts them. This function is a cyclopts `config`.
+    """Reject values that cyclopts would silently change during conversion. cyclopts takes this function as `config`.
 
     Args:
         arguments: Argument collection of cyclopts, with the values from flags and settings files.
 
     Raises:
-        UserError: An integer flag has a fractional value, which would be rounded. Or a flag for a local path has a URL,
-            which `Path` would convert to a local folder such as `s3:`. Or the name of a group has a value, which would
+        UserError: An integer flag has a fractional value, which would be rounded; a flag for a local path has a URL,
+            which `Path` would convert to a local folder such as `s3:`; or the name of a group has a value, which would
             be assigned to the first flag of the group.
     """
     for argument in arguments:

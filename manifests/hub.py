@@ -19,7 +19,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @contextmanager
 def hub_if_reachable() -> Iterator[None]:
-    """Context manager for downloads that makes them use only the local cache if the Hub's host cannot be resolved.
+    """Context manager in which downloads use only the local cache if the Hub's host cannot be resolved.
 
     Raises:
         ConnectionError: The host name cannot be resolved, and the cache does not contain the files.

@@ -17,8 +17,8 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 def safe_video_id(source_id: str) -> str:
     """Convert a video's ID in its dataset to an ID that is safe in a key.
 
-    A safe ID is returned unchanged. From any other ID, the safe characters are kept, and the first ten hex digits of
-    the ID's SHA-256 are appended, so that different IDs such as `a.b` and `a/b` stay distinct.
+    A safe ID is returned unchanged. In any other ID, underscores replace the unsafe characters, and the first ten hex
+    digits of the ID's SHA-256 are appended, so that different IDs such as `a.b` and `a/b` stay distinct.
     """
     if _SAFE_ID.fullmatch(source_id):
         return source_id

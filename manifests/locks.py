@@ -1,4 +1,4 @@
-"""Lock files and folders between processes with `flock`. A lock is released when its holder ends or is killed.
+"""Lock files and folders across processes with `flock`. A lock is released when its holder ends or is killed.
 
 A lock belongs to an open file or folder, and lasts until the file's descriptor and all of its mappings are closed. The
 lock also excludes processes on other nodes if the file system supports this: NFS and Lustre have mount options that
@@ -31,8 +31,8 @@ def lock(descriptor: int, *, is_shared: bool = False, waits: bool = True) -> boo
     """Lock an open file or folder, and return True if the lock is held.
 
     Args:
-        is_shared: Take a shared lock, which several processes can hold together, not an exclusive lock.
-        waits: Wait while another process holds the lock. Otherwise, return False in this case.
+        is_shared: Take a shared lock, which several processes can hold at once, instead of an exclusive lock.
+        waits: True to wait while another process holds the lock; False to return False without waiting.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -63,7 +63,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
     """Context manager that locks a file, which is created if it is missing, and yields True if the lock is held.
 
     Args:
-        waits: Wait while another process or thread holds the lock. Otherwise, the block runs without the lock.
+        waits: True to wait while another process or thread holds the lock; False to run the block without the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -99,7 +99,7 @@ class FileLock:
         """Take the lock without waiting. Return None if another process holds it.
 
         Args:
-            is_shared: Take a shared lock, which several processes can hold together.
+            is_shared: Take a shared lock, which several processes can hold at once.
 
         Raises:
             UserError: The folder is not writable, or its file system has no locks.
@@ -189,14 +189,14 @@ def process_record() -> dict[str, Any]:
 
 
 def is_abandoned(record: Mapping[str, Any]) -> bool:
-    """Return True if a `process_record` describes a process of this machine that has ended."""
+    """Return True if a `process_record` describes a process that ran on this machine and has ended."""
     if record.get("machine") != machine_id():
         return False
     return _start_time(int(record.get("process", 0))) != record.get("started")
 
 
 def machine_id() -> str:
-    """Return an ID of the current boot of this machine and of the PID namespace, which differs between containers."""
+    """Return an ID of this machine since its last boot. Containers with separate PID namespaces have different IDs."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -243,7 +243,7 @@ def open_private(folder: Path) -> int:
 
 
 def is_same_folder(folder: Path, descriptor: int) -> bool:
-    """Return True if a path still refers to an open folder, which may have been removed or replaced since."""
+    """Return True if a path still refers to an open folder, which may have been removed or replaced."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

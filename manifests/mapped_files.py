@@ -2,9 +2,10 @@
 
 If another program truncates a mapped file, or the disk fails, some pages of the map cannot be read. The kernel then
 sends SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler for this
-signal looks up the file that is mapped at the address, reports its path, and exits. Until then, it costs nothing.
-Reading with `preadv` would return an error instead, but takes up to 3.9 times as long for latents
-(benchmarks/README.md). `read_ahead` loads pages into memory in advance, and raises an exception if the disk fails.
+signal looks up the file that is mapped at the address, reports its path, and exits. Without a
+signal, the handler costs nothing. Reading with `preadv` would return an error instead, but takes up to 3.9 times as
+long for latents (benchmarks/README.md). `read_ahead` loads pages into memory in advance, and raises an exception if the
+disk fails.
 
 The handler runs Python code in the thread that accesses the page, in the middle of the access. This is safe: only an
 access to mapped data causes the signal, and no lock of the interpreter is held during such an access.
@@ -50,11 +51,18 @@ class _Action(ctypes.Structure):
 
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-_unlocked = ctypes.CDLL(None, use_errno=True)  # the same library; its calls release the interpreter lock
-_unlocked.mmap.restype = ctypes.c_void_p
-_unlocked.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_unlocked.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_unlocked.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_unlocked_libc = ctypes.CDLL(None, use_errno=True)  # the same library; its calls release the interpreter lock
+_unlocked_libc.mmap.restype = ctypes.c_void_p
+_unlocked_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_unlocked_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_unlocked_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _lock = threading.Lock()
 _previous_action: _Action | None = None
 
@@ -79,24 +87,24 @@ def map_descriptor(descriptor: int, size: int) -> memoryview:
         OSError: The file cannot be mapped.
     """
     report_lost_pages()
-    address = _unlocked.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    address = _unlocked_libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         code = ctypes.get_errno()
         raise OSError(code, f"{size:,} bytes cannot be mapped: {os.strerror(code)}")
     content = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(content, _unlocked.munmap, address, size).atexit = False
+    weakref.finalize(content, _unlocked_libc.munmap, address, size).atexit = False
     return memoryview(content).cast("B").toreadonly()
 
 
 def read_ahead(content: memoryview) -> None:
-    """Load a part of a map into memory without holding the interpreter lock. Before Linux 5.14, this does nothing.
+    """Load a part of a map into memory without holding the interpreter lock. Before Linux 5.14, do nothing.
 
     Raises:
         OSError: The disk failed, or the file is too short.
     """
     address = int(np.frombuffer(content, np.uint8).ctypes.data)
     page_start = address - address % mmap.PAGESIZE
-    if _unlocked.madvise(page_start, address + len(content) - page_start, _POPULATE_READ):
+    if _unlocked_libc.madvise(page_start, address + len(content) - page_start, _POPULATE_READ):
         code = ctypes.get_errno()
         if code != errno.EINVAL:
             raise OSError(code, "the disk failed, or the file was truncated after it was opened")
@@ -146,14 +154,14 @@ def _file_at(address: int) -> str | None:
     return None
 
 
-# Maximum number of maps of a process, for all variants together. The rest of the kernel's limit is for maps that cannot
-# be closed because they are in use (a few thousand per loader of latents), for copies of remote tars
+# Maximum number of open maps in a process, over all variants. The rest of the kernel's limit is left for maps that
+# cannot be closed because they are in use (a few thousand per loader of latents), for copies of remote tars
 # (clipmill.train.data.mapped_tars), and for libraries.
 MAX_OPEN_MAPS = 24_576
 
 
 class MapOwner(Protocol):
-    """Owner of a map that can close the map."""
+    """Object that owns a map and can close it."""
 
     def close(self) -> bool:
         """Close the map, or return False if it is in use. An implementation must not wait for a lock."""
@@ -161,7 +169,7 @@ class MapOwner(Protocol):
 
 
 class OpenMaps:
-    """Weak references to the owners of the open maps of a process, ordered by last use. Methods are thread-safe."""
+    """Weak references to the owners of the open maps of a process, ordered by last use. Thread-safe."""
 
     def __init__(self, limit: int = MAX_OPEN_MAPS) -> None:
         self.limit = limit

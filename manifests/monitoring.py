@@ -73,7 +73,7 @@ class Monitoring(Checked):
                 hint="use a different port for each command on a node, or --metrics-port 0 for a free port",
                 flags=("--metrics-port",),
             ) from None
-        sys.stderr.write(f"metrics are served at port {server.server_port}, path /metrics\n")
+        sys.stderr.write(f"metrics are served on port {server.server_port}, path /metrics\n")
         _registry = registry
         try:
             yield

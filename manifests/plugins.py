@@ -25,7 +25,7 @@ Part = TypeVar("Part")
 
 
 class UnusablePart(UserError):
-    """A part that an installed package declares cannot be used."""
+    """A part that an installed package declares is unusable."""
 
 
 class Parts(Mapping[str, Part], Generic[Part]):
@@ -36,8 +36,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
         group: Entry-point group, without the prefix "clipmill.".
         kind: Class of the parts. A part's `name` must equal the name of its entry point.
         builtin: Parts of clipmill, or their import paths in the form `package.module:NAME`.
-        taken: Further names that parts of other packages must not have, such as the names of other commands.
-        form: Pattern that names must match. By default, words of lower-case letters and digits, joined by `-`.
+        reserved_names: Further names that other packages must not use for parts, such as the names of other commands.
+        pattern: Pattern that names must match. By default, words of lower-case letters and digits, joined by `-`.
         fault: Function that checks a part of another package. It returns a description of the problem, or "".
     """
 
@@ -48,13 +48,13 @@ class Parts(Mapping[str, Part], Generic[Part]):
         group: str,
         kind: type[Part],
         builtin: Mapping[str, Part | str],
-        taken: Collection[str] = (),
-        form: re.Pattern[str] = _WORDS,
+        reserved_names: Collection[str] = (),
+        pattern: re.Pattern[str] = _WORDS,
         fault: Callable[[Part], str] = lambda _: "",
     ) -> None:
         self.noun, self._group, self._kind = noun, group, kind
         self._builtin, self._loaded = dict(builtin), dict[EntryPoint, Part]()
-        self._taken, self._form, self._fault = {*builtin, *taken}, form, fault
+        self._reserved_names, self._pattern, self._fault = {*builtin, *reserved_names}, pattern, fault
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys([*self._builtin, *self._added_entries()]))
@@ -70,7 +70,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
         Raises:
             KeyError: No part has that name.
-            UnusablePart: The part of another package cannot be imported, or is invalid.
+            UnusablePart: The part is from another package, and cannot be imported or is invalid.
         """
         if name in self._builtin:
             builtin = self._builtin[name]
@@ -83,9 +83,9 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def list_usable(self) -> list[Part]:
         """Return all usable parts, and write a warning to standard error for each unusable part."""
-        parts, conflicts = [], [entry for entry in _entries(self._group) if entry.name in self._taken]
+        parts, conflicts = [], [entry for entry in _entries(self._group) if entry.name in self._reserved_names]
         hint = "rename it in that package"
-        errors = [self._unusable_error(entry, "has a name that is in use", hint=hint) for entry in conflicts]
+        errors = [self._unusable_error(entry, "has a name that is already in use", hint=hint) for entry in conflicts]
         for name in self:
             try:
                 parts.append(self[name])
@@ -115,7 +115,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         """Return the entry points of other packages by name. If two packages declare the same name, the first wins."""
         added: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
-            if entry.name not in self._taken:
+            if entry.name not in self._reserved_names:
                 added.setdefault(entry.name, entry)
         return added
 
@@ -125,8 +125,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
             raise self._unusable_error(
                 entry, f"is declared by {' and by '.join(packages)}", hint="uninstall one of them"
             )
-        if self._form.fullmatch(entry.name) is None:
-            separator = "_" if self._form.fullmatch("a_a") else "-"
+        if self._pattern.fullmatch(entry.name) is None:
+            separator = "_" if self._pattern.fullmatch("a_a") else "-"
             allowed = f"a lower-case letter, then lower-case letters, digits and {separator}"
             raise self._unusable_error(entry, "has an invalid name", hint=f"rename it in that package: {allowed}")
         try:
@@ -137,7 +137,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
             raise self._unusable_error(entry, f"has type {type(part).__name__}, not {self._kind.__name__}")
         if (part_name := getattr(part, "name", None)) != entry.name:
             hint = "use the same name for the part and its entry point in that package"
-            raise self._unusable_error(entry, f"has the name {part_name!r} itself", hint=hint)
+            raise self._unusable_error(entry, f"is called {part_name!r} in its own code", hint=hint)
         if fault := self._fault(part):
             raise self._unusable_error(entry, fault)
         return part
@@ -168,7 +168,7 @@ def is_declared(group: str, name: str) -> bool:
     return any(entry.name == name for entry in _entries(group))
 
 
-@cache  # by the text of the warning, because each lookup of an unusable part raises a new error object
+@cache  # keyed by the text of the warning, because each lookup of an unusable part raises a new error object
 def _warn_once(warning: str) -> None:
     sys.stderr.write(warning)
 
@@ -180,5 +180,5 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that, when it is called, imports and calls the function `package.module:NAME`."""
+    """Return a function that imports the function `package.module:NAME` when it is first needed, and calls it."""
     return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

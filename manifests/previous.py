@@ -3,10 +3,10 @@
 Only a complete manifest is used. If files of the manifest are damaged, a write is allowed only if it restores exactly
 the same tables, because different caption IDs would silently change the meaning of all shards that refer to captions.
 
-A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new caption
-is matched with the n-th old caption. Captions are compared by 128-bit hashes: millions of captions are matched by
+A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new one is
+matched with the n-th old one. Captions are compared by 128-bit hashes: millions of captions are matched by
 sorting integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter &
-Wegman 1979, two independent 64-bit lanes). It is never stored.
+Wegman 1979, two independent 64-bit lanes). Hashes are never stored.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class PreviousManifest:
         videos: Table of schema.VIDEOS and schema.DATASET_DIGEST.
         rejected: Table of schema.REJECTED.
         captions_path: Path of the verified table of captions; None if the manifest is missing or damaged.
-        next_caption_id: First ID that was never assigned to a caption.
+        next_caption_id: Lowest ID that has never been assigned to a caption.
         datasets: Record of each dataset, by name.
         further: Record of each further source of captions, by name (clipmill.manifests.further_sources).
         damage: Reason why an existing manifest cannot be read; None if it can be read.
@@ -204,26 +204,29 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
     return pa.table(columns, schema=VIDEOS.append(DATASET_DIGEST))
 
 
-def count_changed_splits(old: pa.Table, new: pa.Table) -> int:
+def count_changed_splits(old_videos: pa.Table, new_videos: pa.Table) -> int:
     """Count the videos that are in both tables, but in different splits."""
-    rows = pc.index_in(new["video_id"].combine_chunks(), value_set=old["video_id"].combine_chunks())
+    rows = pc.index_in(new_videos["video_id"].combine_chunks(), value_set=old_videos["video_id"].combine_chunks())
     is_known = pc.is_valid(rows)
-    old_splits = old["split"].combine_chunks().take(rows.filter(is_known))
-    return pc.sum(pc.not_equal(old_splits, new["split"].combine_chunks().filter(is_known))).as_py() or 0
+    old_splits = old_videos["split"].combine_chunks().take(rows.filter(is_known))
+    new_splits = new_videos["split"].combine_chunks().filter(is_known)
+    return pc.sum(pc.not_equal(old_splits, new_splits)).as_py() or 0
 
 
-def replace_dataset(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset` with `new`. Videos in both tables keep their rows, and others are appended."""
-    position = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
-    position = np.where(np.isnan(position.astype(float)), old.num_rows + np.arange(new.num_rows), position)
-    is_other = pc.not_equal(old["dataset"], dataset)
+def replace_dataset(old_videos: pa.Table, new_videos: pa.Table, *, dataset: str) -> pa.Table:
+    """Replace the videos of `dataset`. Videos in both tables keep their rows, and other new videos are appended."""
+    old_ids = old_videos["video_id"].combine_chunks()
+    position = pc.index_in(new_videos["video_id"], value_set=old_ids).to_numpy(zero_copy_only=False)
+    appended = old_videos.num_rows + np.arange(new_videos.num_rows)
+    position = np.where(np.isnan(position.astype(float)), appended, position)
+    is_other = pc.not_equal(old_videos["dataset"], dataset)
     other_position = np.flatnonzero(is_other.to_numpy(zero_copy_only=False))
     order = np.argsort(np.concatenate([other_position, position]), kind="stable")
-    return pa.concat_tables([old.filter(is_other), new]).take(pa.array(order)).combine_chunks()
+    return pa.concat_tables([old_videos.filter(is_other), new_videos]).take(pa.array(order)).combine_chunks()
 
 
 def tables_fingerprint(*tables: pa.Table) -> str:
-    """Return the SHA-256 of tables of strings and integers as hexadecimal digits, which identifies a write."""
+    """Return a fingerprint that identifies a write: the SHA-256 of tables of strings and integers, in hexadecimal."""
     sha256 = hashlib.sha256()
     for table in tables:
         for batch in table.to_batches(max_chunksize=65_536):
@@ -295,7 +298,7 @@ def _part_numbers(hashes: np.ndarray) -> np.ndarray:
 
 
 def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of matching captions: in `hashes`, and in `old_hashes`."""
+    """Return the rows of matching captions in `hashes` and in `old_hashes`."""
     if not len(old_hashes):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys, old_keys = _rank_keys(hashes), _rank_keys(old_hashes)
@@ -379,8 +382,8 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return bool[N], True for captions that repeat another caption with the same span and source.
 
-    Texts are compared without regard to case and whitespace. Among equal captions, the caption with the highest
-    likelihood is not a duplicate; if several captions have this likelihood, the first one is not.
+    The comparison ignores case and the kind and amount of whitespace. Of several equal captions, all are duplicates
+    except for the caption with the highest likelihood; if there is a tie, the first of these captions is the exception.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)

@@ -1,7 +1,7 @@
 """Show the progress of long work on standard error.
 
 A terminal shows one line, which rich redraws several times a second and erases at the end. A log gets its first line
-when the work has lasted half a second, then a line every ten seconds, and a line every minute after two minutes. Each
+after half a second of work, then a line every ten seconds, and a line every minute after two minutes. Each
 line of a log contains the time in UTC, and in brackets the time since the start of the program:
 `2027-01-31T09:30:10Z [0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
 
@@ -102,7 +102,7 @@ class Activity:
         return show
 
     def adder(self, total: int | None, *, unit: str) -> Callable[[int], None]:
-        """Return a function that adds the number of units that were just finished, and shows the sum like `counter`."""
+        """Return a function that takes the number of newly finished units, and shows their total like `counter`."""
         show, num_done = self.counter(self._work, unit=unit), 0
 
         def add(count: int) -> None:
@@ -228,7 +228,7 @@ def _program_clock() -> str:
 
 
 def _show_on_terminal() -> Callable[[], object]:
-    """Start to display the innermost activity on a terminal, and return a function that ends the display."""
+    """Start displaying the innermost activity on a terminal, and return a function that ends the display."""
     from rich.console import Console
     from rich.live import Live
 
@@ -251,7 +251,7 @@ def _show_on_terminal() -> Callable[[], object]:
 
 
 def _show_in_log() -> Callable[[], object]:
-    """Start to write lines about the innermost activity to a log, and return a function that ends this."""
+    """Start writing lines about the innermost activity to a log, and return a function that stops the writing."""
     has_ended = Event()
 
     def write_lines() -> None:

@@ -7,7 +7,7 @@ killed. The next process that holds the lock for that file removes the temporary
 If the data folder is in a bucket, the object is uploaded before the local file appears, and deleted before the local
 file is removed (`clipmill.manifests.storage.mirrors`).
 
-JSON records can be published with a checksum, which is verified when they are read.
+JSON records can be published with a checksum, which is verified when a record is read.
 """
 
 import errno
@@ -70,7 +70,7 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files of one data folder or run; ignore missing files. In a bucket, this takes few requests.
+    """Remove files of one data folder or run, ignoring missing files. In a bucket, this takes few requests.
 
     Raises:
         OSError: A file cannot be removed. Other files may remain as well.
@@ -118,7 +118,7 @@ def require_regular(file: Path | int, *, path: Path) -> None:
 
     Args:
         file: Path or descriptor of the file.
-        path: Path that the error contains.
+        path: Path to report in the error.
 
     Raises:
         OSError: The file is a folder, a pipe, a socket or a device.

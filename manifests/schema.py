@@ -2,10 +2,10 @@
 
     videos.parquet     one row per video; the order of rows never changes, and new videos are appended
     captions.parquet   one row per caption, ordered by caption_id; IDs are never reassigned
-    rejected.parquet   one row per unusable input row, with the reason; rejected.csv has the same rows in a form for
-                       people, with a column `entry` that counts from 1
+    rejected.parquet   one row per unusable input row, with the reason; rejected.csv is a human-readable copy, with a
+                       1-based column `entry` in place of `row`
     caption_*.arrow    files for training that are derived from these tables (clipmill.manifests.caption_spans)
-    manifest.json      format version; size and SHA-256 of each table; counts for each dataset, with the number of
+    manifest.json      format version; size and checksum of each file; counts for each dataset, including the number of
                        rejected rows for each reason; further sources of captions; SHA-256 of the record itself
 
 A further source is a source of captions that `prep manifest captions` adds to the videos of any dataset. These captions
@@ -23,7 +23,7 @@ MANIFEST_FORMAT = 1
 
 VIDEOS = pa.schema(
     [
-        pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (clipmill.manifests.keys)
+        pa.field("video_id", pa.string(), nullable=False),  # unique, safe in keys (clipmill.manifests.keys)
         pa.field("source_id", pa.string(), nullable=False),  # ID in the dataset
         pa.field("path", pa.string(), nullable=False),  # absolute path or URL of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
@@ -52,7 +52,7 @@ OPTIONAL_CAPTIONS = pa.schema(
         # Mean natural log-probability per token, if a model wrote the caption.
         pa.field("likelihood", pa.float32()),
         pa.field("split", pa.string()),  # split of this span, if it differs from the split of the video
-        pa.field("group", pa.string()),  # name of the moment; the captions of all videos that show it share the name
+        pa.field("group", pa.string()),  # name of the moment, the same for all captions of this moment in any video
         pa.field("view", pa.string()),  # name of the camera that recorded this span
     ]
 )

@@ -6,7 +6,7 @@
 
 A settings class is derived from `Checked`. The generator `rules` of the class checks rules that involve several fields.
 Constructing invalid settings raises a UserError with all mistakes. The command-line parser constructs a group before
-the settings that contain it. Therefore, it defers the checks, and runs them once for the complete tree.
+the settings that contain it. Therefore, the parser defers the checks, and runs them once for the complete tree.
 """
 
 import math
@@ -74,8 +74,8 @@ class GoesWith:
 
     Attributes:
         name: Field of the other setting.
-        values: Values of the other setting for which the annotated setting has an effect. If empty, any value except 0
-            and None counts.
+        values: Values of the other setting for which the annotated setting has an effect. If empty, any true value
+            counts.
         use: Text for the hint in place of these values.
     """
 
@@ -93,7 +93,7 @@ class Needs(GoesWith):
 
 
 class Checked:
-    """Base class of settings (frozen dataclasses), which are checked on construction. `prefix` is part of the flags."""
+    """Base class of settings: frozen dataclasses that are checked on construction. All flags begin with `prefix`."""
 
     prefix: ClassVar[str] = ""
 
@@ -125,7 +125,7 @@ class Annotations(NamedTuple):
     needs: Needs | None
 
 
-_annotations: dict[type, tuple[Annotations, ...]] = {}  # cache by settings class, because type hints resolve slowly
+_annotations: dict[type, tuple[Annotations, ...]] = {}  # cache by settings class, because resolving type hints is slow
 
 
 def annotations_of(kind: type) -> tuple[Annotations, ...]:
@@ -172,7 +172,7 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
                 errors.append(
                     UserError(
                         f"{flag} {value} has no effect with {other} {other_value}",
-                        hint=f"use {other} {use}, or omit it",
+                        hint=f"use {other} {use}, or omit {flag}",
                         flags=(flag, other),
                     )
                 )
@@ -186,8 +186,8 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
     """Yield an error for each flag on the command line that has no effect together with the other settings.
 
-    A setting from a file may have no effect, because flags may override settings of a preset or a run that it depends
-    on. A flag with its default value is accepted too.
+    Settings from a file may have no effect, because flags may override the settings of a preset or run on which they
+    depend. A flag with its default value is also accepted.
 
     Args:
         typed: Flags on the command line, with their values as text.
@@ -224,7 +224,7 @@ def deferred_checks() -> Iterator[None]:
 
 
 def errors_of(check: Callable[..., object], *arguments: Any, **keywords: Any) -> Iterator[UserError]:
-    """Call `check`, and yield each mistake if it raises a UserError. This is for use in `Checked.rules`."""
+    """Call `check`, and yield each mistake if it raises a UserError. Used in `Checked.rules`."""
     try:
         check(*arguments, **keywords)
     except UserError as error:
@@ -232,7 +232,7 @@ def errors_of(check: Callable[..., object], *arguments: Any, **keywords: Any) ->
 
 
 def raise_mistakes(errors: Iterable[UserError]) -> None:
-    """Raise all mistakes as one error, with only the first mistake about each flag. Without mistakes, do nothing."""
+    """Raise the first mistake about each flag, all in one error. Do nothing if there are no mistakes."""
     by_flag: dict[str, UserError] = {}
     for error in errors:
         by_flag.setdefault(next(iter(error.flags), str(error)), error)

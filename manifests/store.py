@@ -60,7 +60,7 @@ def read_videos(data_dir: Path, *, columns: Sequence[str] = VIDEOS.names) -> pa.
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """Read the table of captions: schema.CAPTIONS, and any columns of schema.OPTIONAL_CAPTIONS and labels.
+    """Read the table of captions, with the columns of schema.CAPTIONS and any optional columns and labels.
 
     The chunks of a dictionary-encoded column share one dictionary.
 
@@ -142,7 +142,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def num_captions_of(data_dir: Path) -> int:
-    """Return the number of captions that come from datasets, without captions from further sources."""
+    """Return the number of captions from datasets, not counting captions from further sources."""
     return sum(int(entry.get("num_captions", 0)) for entry in read_manifest(data_dir).get("datasets", {}).values())
 
 
@@ -224,7 +224,7 @@ MAPPED_FILES = (SPANS_FILE, TEXTS_FILE)  # files derived from the tables (clipmi
 FINGERPRINT_KEY = b"clipmill_manifest"  # schema metadata of a table: fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet|caption_(spans|texts)-[0-9a-f]{16}\.arrow")
 _TOO_LARGE = "split the videos across several data folders, and pass all of them to `train`: --shards A --shards B"
-# Maximum number of rows in a table, and of bytes in a text column: row numbers and offsets are signed 32-bit integers.
+# Maximum number of rows in a table, and of bytes in a text column: row indices and offsets are signed 32-bit integers.
 MAX_ROWS = MAX_TEXT_BYTES = 2**31 - 1
 REPAIR_HINT = "run the dataset's `prep manifest` command again; it rewrites the tables, or reports why it cannot"
 
@@ -243,7 +243,7 @@ def is_table_file(name: str) -> bool:
 
 
 def check_table_size(path: Path, *, num_rows: int, videos: pa.Table | None = None) -> None:
-    """Reject a table that is too large for 32-bit row numbers and offsets.
+    """Reject a table that is too large for 32-bit row indices and offsets.
 
     Args:
         videos: Content of the table, if it is the table of videos. The text columns of this table are checked as well,
@@ -265,7 +265,7 @@ def check_table_size(path: Path, *, num_rows: int, videos: pa.Table | None = Non
 
 
 def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
-    """Return the path to which a write stages the table `name` before it renames the file to its final name.
+    """Return the path where a write stages the table `name` before renaming the file to its final name.
 
     Args:
         fingerprint: Fingerprint of the write, as hexadecimal digits.
@@ -277,8 +277,8 @@ def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
 def file_entry(path: Path) -> dict[str, Any]:
     """Return the size and checksum of a table's file for manifest.json.
 
-    The checksum of a mapped file is CRC-32, which takes a third of the time of SHA-256: it is computed each time the
-    captions are opened, and there may be tens of millions of captions.
+    The checksum of a mapped file is CRC-32, which takes a third of the time of SHA-256. Readers compute it again, and
+    there may be tens of millions of captions.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":

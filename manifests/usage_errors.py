@@ -52,7 +52,7 @@ _FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "wd": ("weight-decay",),
     "width": _SIZES,
 }
-_MIN_SIMILARITY = 0.7  # for difflib; at its default of 0.6, --resolution resembles --threshold
+_MIN_SIMILARITY = 0.7  # for difflib, whose default of 0.6 would suggest --threshold for --resolution
 # Explanation of a flag whose unit differs from the unit in other programs.
 _UNITS = {
     "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
@@ -62,7 +62,7 @@ _KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key in a file has the form [loss]
 
 
 def usage_error(error: "CycloptsError", app: "App", arguments: Sequence[str]) -> UserError:
-    """Convert cyclopts's error about a command line to a user error, whose hint refers to the command's --help.
+    """Convert cyclopts's error about a command line to a user error with a hint that refers to the command's --help.
 
     Args:
         arguments: Arguments on the command line, without the name of the program.
@@ -101,7 +101,7 @@ def usage_message(error: "CycloptsError") -> str:
 
 
 def _suggest_flag(error: "UnknownOptionError") -> str | None:
-    """Return the flag, without dashes, for a setting with the unknown name in other programs; None if none exists."""
+    """Return the flag (without dashes) that corresponds to the unknown name in other programs, or None."""
     flags = _flags(error)
     return next((flag for flag in _FOREIGN_NAMES.get(_unknown_name(error), ()) if flag in flags), None)
 

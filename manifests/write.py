@@ -72,11 +72,11 @@ class WriteResult:
         folder: Folder of the manifest.
         num_captions_lost: Number of captions that were lost because their videos are missing.
         num_rejected: Number of rejected files and rows, by reason.
-        num_files_rejected: Number of rejected files, without rejected rows of files.
+        num_files_rejected: Number of rejected files, not counting individually rejected rows.
         num_splits_changed: Number of videos whose split differs from their split in the previous manifest.
         num_further_kept: Number of captions from further sources in the manifest.
         num_further_removed: Number of captions from further sources that were removed with their videos.
-        splits: Numbers of videos and captions of the dataset, by split.
+        splits: Number of videos and number of captions of the dataset, by split.
     """
 
     folder: Path
@@ -104,7 +104,7 @@ def write_manifest(
     rejected: pa.Table | None = None,
     *,
     num_captions_lost: int = 0,
-    may_remove: bool = True,
+    allows_removal: bool = True,
 ) -> WriteResult:
     """Replace the rows of one dataset in the manifest. Other datasets do not change.
 
@@ -118,7 +118,7 @@ def write_manifest(
             here.
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions that the adapter could not use, because their videos are missing.
-        may_remove: Allow the removal of more than a third of the dataset's videos.
+        allows_removal: True to allow the removal of more than a third of the dataset's videos.
 
     Raises:
         UserError: The previous manifest is damaged, captions use the name of a further source, labels have a different
@@ -143,20 +143,21 @@ def write_manifest(
         captions,
         is_replaced=(lambda table: find_rows(table["video_id"], dataset_ids) >= 0) if len(dataset_ids) else None,
     )
-    new = video_table(
+    new_videos = video_table(
         dataset,
         videos,
         num_captions=np.bincount(video_rows, minlength=videos.num_rows),
         digests=captions_sha256(captions, caption_ids=ids, video_rows=video_rows, num_videos=videos.num_rows),
     )
     all_further = FurtherCaptions.read(old)
-    further = all_further.select_videos(pa.chunked_array([*other_ids.chunks, *new["video_id"].chunks], pa.string()))
+    kept_ids = pa.chunked_array([*other_ids.chunks, *new_videos["video_id"].chunks], pa.string())
+    kept_further = all_further.select_videos(kept_ids)
     removed = dataset_ids.filter(pc.invert(pc.is_in(dataset_ids, value_set=videos["video_id"].combine_chunks())))
-    if not may_remove and len(removed) > _MAX_REMOVED_FRACTION * len(dataset_ids):
+    if not allows_removal and len(removed) > _MAX_REMOVED_FRACTION * len(dataset_ids):
         raise _removal_error(
-            removed.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(further)
+            removed.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(kept_further)
         )
-    all_videos = replace_dataset(old.videos, further.add_to_videos(new), dataset=dataset)
+    all_videos = replace_dataset(old.videos, kept_further.add_to_videos(new_videos), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
     entry = {
@@ -168,7 +169,7 @@ def write_manifest(
 
     def keep(table: pa.Table) -> np.ndarray:
         is_kept = find_rows(table["video_id"], other_ids) >= 0
-        return is_kept | further.select(table) if len(further) else is_kept
+        return is_kept | kept_further.select(table) if len(kept_further) else is_kept
 
     publish_manifest(
         folder,
@@ -180,11 +181,11 @@ def write_manifest(
                 captions,
                 ids,
                 next_id,
-                keep=keep if len(other_ids) or len(further) else None,
+                keep=keep if len(other_ids) or len(kept_further) else None,
                 keep_labels=len(other_ids) > 0,
             ),
             datasets={**old.datasets, dataset: entry},
-            further=further.nonempty_records(),
+            further=kept_further.nonempty_records(),
         ),
     )
     # Count the videos and the captions by split.
@@ -212,11 +213,11 @@ def write_manifest(
         num_files_rejected=rejected["row"].null_count,
         num_videos_added=videos.num_rows - num_kept,
         num_videos_removed=len(removed),
-        num_splits_changed=count_changed_splits(old.videos, new),
+        num_splits_changed=count_changed_splits(old.videos, new_videos),
         num_captions_added=num_added,
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
-        num_further_kept=len(further),
-        num_further_removed=len(all_further) - len(further),
+        num_further_kept=len(kept_further),
+        num_further_removed=len(all_further) - len(kept_further),
         splits=dict(sorted(splits.items(), key=lambda entry: -entry[1][0])),
     )
 
@@ -224,12 +225,12 @@ def write_manifest(
 def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     """Return the error for a write that would remove too many videos."""
     more = f", and {len(removed) - _MAX_LISTED:,} more" if len(removed) > _MAX_LISTED else ""
-    captions = f", with {count_noun(num_further, 'caption')} from added sources" if num_further else ""
+    captions = f", and with them {count_noun(num_further, 'caption')} from added sources" if num_further else ""
     return UserError(
         f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
         f"{', '.join(removed[:_MAX_LISTED])}{more}",
         hint="check that the folder and the tables are correct; the manifest was not changed. If the videos were "
-        "removed or renamed on purpose, add --yes; their chunks stay on disk until prep gc",
+        "removed or renamed on purpose, add --yes; their chunks stay on disk until you run prep gc",
     )
 
 
@@ -301,15 +302,15 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
         },
     )
     promote(folder, fingerprint=fingerprint)
-    number = rejected.schema.get_field_index("row")
-    readable_rows = rejected.set_column(number, "entry", pc.add(rejected["row"], 1))
+    row_column = rejected.schema.get_field_index("row")
+    readable_rows = rejected.set_column(row_column, "entry", pc.add(rejected["row"], 1))
     with publish_atomically(folder / REJECTED_LIST) as temporary:
         csv.write_csv(readable_rows, temporary)
 
 
 @dataclass(frozen=True)
 class FurtherResult:
-    """Result of adding captions of further sources.
+    """Result of adding captions from further sources.
 
     Attributes:
         folder: Folder of the manifest.
@@ -329,10 +330,10 @@ class FurtherResult:
 def write_further_captions(
     data_dir: Path, captions: pa.Table, rejected: pa.Table, *, records: Mapping[str, Mapping[str, Any]]
 ) -> FurtherResult:
-    """Add captions of further sources to videos in the manifest.
+    """Add captions from further sources to videos in the manifest.
 
-    The captions replace all captions of the same sources, and of earlier versions of these sources. Captions that are
-    already in the manifest keep their IDs. Captions of other sources do not change.
+    The new captions replace all captions of the same sources, and of earlier versions of these sources. Captions that
+    are already in the manifest keep their IDs. Captions of other sources do not change.
 
     Args:
         captions: Columns video_id, begin_s, end_s, text, source and likelihood. IDs are assigned here.
@@ -340,7 +341,7 @@ def write_further_captions(
         records: Record {"kind", "models"} of each source in `captions`, by name of the source.
 
     Raises:
-        UserError: There is no manifest, it is damaged, or the name of a source is already in use.
+        UserError: The manifest is missing or damaged, or the name of a source is already in use.
     """
     old = _require_manifest(data_dir)
     old_counts = _counts(old.captions_path)
@@ -361,13 +362,13 @@ def write_further_captions(
         version = versions.setdefault((source_name(source), str(record["kind"])), source)
         if version != source:
             raise UserError(
-                f"the tables have captions from two versions of a model: {version} and {source}",
+                f"the tables contain captions from two versions of a model: {version} and {source}",
                 hint="pass only the tables of the newer version, or set a different name with --source",
             )
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
-    replaced = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
+    replaced_sources = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
 
-    ids = _publish(data_dir, old, captions, rejected, records=records, replaced=replaced)
+    ids = _publish(data_dir, old, captions, rejected, records=records, replaced_sources=replaced_sources)
     is_new = ids >= old.next_caption_id
     counts = (pc.value_counts(captions["source"].filter(pa.array(mask))).to_pylist() for mask in (ids >= 0, is_new))
     num_captions, num_added = (
@@ -380,7 +381,7 @@ def write_further_captions(
         num_removed={
             name: old_counts.get(name, 0) - (count - num_added.get(name, 0)) for name, count in num_captions.items()
         },
-        num_stale={name: old_counts[name] for name in sorted(replaced) if name not in records},
+        num_stale={name: old_counts[name] for name in sorted(replaced_sources) if name not in records},
     )
 
 
@@ -393,10 +394,10 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
         names: Names of sources. A name without a model version selects all versions.
 
     Raises:
-        UserError: There is no manifest, it is damaged, or a further source does not exist.
+        UserError: The manifest is missing or damaged, or a further source does not exist.
     """
     old = _require_manifest(data_dir)
-    removed: set[str] = set()
+    removed_sources: set[str] = set()
     for name in names:
         sources = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
         if not sources:
@@ -404,12 +405,14 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
             reason = "belongs to a dataset, so it cannot be removed" if is_in_dataset else "does not exist"
             raise UserError(
                 f"the source {quote_value(name)} {reason}",
-                hint=f"use one of the sources that can be removed: {', '.join(old.further) or 'there are none'}",
+                hint=f"use one of the sources that can be removed: {', '.join(old.further)}"
+                if old.further
+                else "no source of this manifest can be removed",
             )
-        removed |= sources
-    counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed)}
+        removed_sources |= sources
+    counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed_sources)}
     no_captions = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
-    _publish(data_dir, old, no_captions, REJECTED.empty_table(), records={}, replaced=removed)
+    _publish(data_dir, old, no_captions, REJECTED.empty_table(), records={}, replaced_sources=removed_sources)
     return counts
 
 
@@ -428,13 +431,13 @@ def _publish(
     rejected: pa.Table,
     *,
     records: Mapping[str, Mapping[str, Any]],
-    replaced: Collection[str],
+    replaced_sources: Collection[str],
 ) -> np.ndarray:
-    """Replace the captions of the sources `replaced`, and return the IDs of the new captions, int64[N]."""
-    is_replaced = select_sources(replaced)
-    ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced else None)
+    """Replace the captions of `replaced_sources`, and return the IDs of the new captions, int64[N]."""
+    is_replaced = select_sources(replaced_sources)
+    ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced_sources else None)
     further = FurtherCaptions.read(old)
-    new_further = further.drop_sources(replaced).append_captions(captions, ids=ids, records=records)
+    new_further = further.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
     if (find_rows(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))

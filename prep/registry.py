@@ -20,7 +20,7 @@ COLUMNS = Parts(
     kind=ColumnSpec,
     builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
     # Names that plug-in columns must not have: other commands of `prep`, and folders in a data folder.
-    taken=(
+    reserved_names=(
         "advise",
         "chunk",
         "diff",
@@ -35,7 +35,7 @@ COLUMNS = Parts(
         "synthetic",
         "verify",
     ),
-    form=COLUMN_NAME,
+    pattern=COLUMN_NAME,
 )
 
 

@@ -46,7 +46,7 @@ def _fault(fields: ColumnFields) -> str:
     return "" if is_declared("columns", fields.name) else problem
 
 
-COLUMN_FIELDS = Parts("field list", group="fields", kind=ColumnFields, builtin={}, form=COLUMN_NAME, fault=_fault)
+COLUMN_FIELDS = Parts("field list", group="fields", kind=ColumnFields, builtin={}, pattern=COLUMN_NAME, fault=_fault)
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:

@@ -49,7 +49,7 @@ def scrape(port: int) -> Samples:
 
 
 def port_of(log: str) -> int:
-    match = re.search(r"metrics are served at port (\d+), path /metrics", log)
+    match = re.search(r"metrics are served on port (\d+), path /metrics", log)
     assert match, log
     return int(match[1])
 

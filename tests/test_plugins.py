@@ -22,7 +22,7 @@ DECOUPLED = "clipmill_example.decoupled:DECOUPLED"
     [
         ("no_such_module:LOSS", "cannot be imported: ModuleNotFoundError"),
         ("clipmill_example.decoupled:decoupled", "has type function, not LossSpec"),
-        (DECOUPLED, "has the name 'decoupled' itself"),
+        (DECOUPLED, "is called 'decoupled' in its own code"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_else(
@@ -38,7 +38,7 @@ def test_a_part_that_cannot_be_used_is_named_with_its_package_and_stops_nothing_
         LOSSES.list_usable()
         warned = capsys.readouterr().err
         assert warned.count(message) == 1, "each lookup warned"
-        assert "infonce of the package odd 1.0 has a name that is in use" in warned
+        assert "infonce of the package odd 1.0 has a name that is already in use" in warned
     assert "odd-one" not in LOSSES
 
 

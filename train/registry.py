@@ -22,7 +22,7 @@ TASKS = Parts(
         "mae": "clipmill.train.tasks.mae.spec:TASK",
         "caption": "clipmill.train.tasks.caption.spec:TASK",
     },
-    taken=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
+    reserved_names=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
 )
 DEFAULT = "dual-encoder"  # task of a run whose run.json does not contain a task
 

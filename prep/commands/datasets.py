@@ -214,5 +214,5 @@ ADAPTERS = Parts(
     group="adapters",
     kind=Adapter,
     builtin={adapter.name: adapter for adapter in DATASETS},
-    taken=("captions", "synthetic"),
+    reserved_names=("captions", "synthetic"),
 )

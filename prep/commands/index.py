@@ -39,7 +39,7 @@ def index(
     """Read the folder into the manifest, if one is passed, and make the index."""
     if videos is not None:
         _require_new(request.data, videos)
-        into = Target(request.data, "folder", videos, may_remove=False, as_json=False)
+        into = Target(request.data, "folder", videos, allows_removal=False, as_json=False)
         with redirect_stdout(sys.stderr):  # standard output is for the report on the index
             read_captioned(ADAPTERS["folder"], None, into=into, has_next=False)
     make_column(INDEX, settings, request)

@@ -95,7 +95,7 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
         json: Json = False,
     ) -> None:
         name = dataset or adapter.name
-        into = Target(data, name, directory, may_remove=yes, as_json=json)
+        into = Target(data, name, directory, allows_removal=yes, as_json=json)
         read_captioned(adapter, captions, subtitles=subtitles, into=into)
 
     return command
@@ -132,7 +132,7 @@ def _with_annotations(adapter: Adapter) -> Callable[..., None]:
         write_dataset(
             lambda tables: adapter.read(directory, annotations=tables, dataset=name, skip=location_of(data)),
             annotations,
-            into=Target(data, name, directory, may_remove=yes, as_json=json),
+            into=Target(data, name, directory, allows_removal=yes, as_json=json),
         )
 
     return command
@@ -160,7 +160,7 @@ def _with_lists(adapter: Adapter) -> Callable[..., None]:
         write_dataset(
             lambda tables: adapter.read(tables, videos=directory, dataset=name, skip=location_of(data)),
             lists,
-            into=Target(data, name, directory, may_remove=yes, as_json=json),
+            into=Target(data, name, directory, allows_removal=yes, as_json=json),
         )
 
     return command
@@ -178,7 +178,7 @@ def _with_folder(adapter: Adapter) -> Callable[..., None]:
         name = dataset or adapter.name
         write_dataset(
             lambda _: adapter.read(directory, dataset=name),
-            into=Target(data, name, directory, may_remove=yes, as_json=json),
+            into=Target(data, name, directory, allows_removal=yes, as_json=json),
         )
 
     return command
@@ -244,7 +244,7 @@ def synthetic(
                 on_video=lambda num_done: show(num_done, videos),
             )
 
-    write_dataset(make, into=Target(data, name, directory, may_remove=True, as_json=json))
+    write_dataset(make, into=Target(data, name, directory, allows_removal=True, as_json=json))
 
 
 @dataclass(frozen=True)
@@ -255,14 +255,14 @@ class Target:
         data: Data folder.
         dataset: Name of the dataset in the manifest.
         videos: Folder of the videos; None if the tables contain the URLs of the videos.
-        may_remove: Value of `--yes`.
+        allows_removal: Value of `--yes`.
         as_json: Value of `--json`.
     """
 
     data: Path
     dataset: str
     videos: "Location | None"
-    may_remove: bool
+    allows_removal: bool
     as_json: bool
 
 
@@ -324,7 +324,7 @@ def write_dataset(
             reading.captions,
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
-            may_remove=into.may_remove,
+            allows_removal=into.allows_removal,
         )
         rejected = first_rejected(read_rejected_rows(data), dataset=dataset) if written.num_rejected else []
     if into.as_json:

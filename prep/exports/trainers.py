@@ -132,7 +132,7 @@ class Segments:
                 if divided is not None:
                     begin_us, end_us = (np.array([round(at_s * 1e6)]) for at_s in (begin_s, begin_s + seconds))
                     times = {"begin_us": begin_us, "end_us": end_us}
-                    if not divided.shows_only(self._split, video=video_row[[sample]], **times)[0]:
+                    if not divided.is_entirely_in(self._split, video=video_row[[sample]], **times)[0]:
                         self.num_other_split += 1
                         continue
                 # Find the first caption that overlaps the segment and, if texts are exported, has a sequence.

@@ -125,7 +125,7 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
         frame_s = latents.field_values("fps_den")[sample] / latents.field_values("fps_num")[sample]
         begin_us = latents.field_values("start_ms")[sample] * 1000 + np.rint(number * num_frames * frame_s * 1e6)
         times = {"begin_us": begin_us.astype(np.int64), "end_us": (begin_us + num_frames * frame_s * 1e6).astype(int)}
-        is_kept = divided.shows_only(flags.split, video=video_row[sample], **times)
+        is_kept = divided.is_entirely_in(flags.split, video=video_row[sample], **times)
         left_out["segments with seconds of other splits"] = int((~is_kept).sum())
         sample, number = sample[is_kept], number[is_kept]
     if not len(sample):

@@ -199,7 +199,7 @@ def test_names_of_sources_that_are_taken_are_refused(data: Path, tmp_path: Path)
         add(data, table, tmp_path / "q.parquet")
     taken = reading_of(tmp_path, ["v"], [("v", 0.0, 1.0, "one")])
     source = pa.array(["narrator@aaaaaaaa"]).dictionary_encode()
-    with pytest.raises(UserError, match="is the name of captions added by `prep manifest captions`"):
+    with pytest.raises(UserError, match="`prep manifest captions` has already added captions with this source"):
         write_manifest_with_source(data, taken, source)
     assert file_hashes(data) == before
 

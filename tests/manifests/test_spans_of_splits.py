@@ -134,7 +134,7 @@ def test_every_second_belongs_to_one_split(tmp_path: Path, seed: int) -> None:
             or owner(videos[names[video]], [span for span in spans if span[0] == names[video]], at / US) == split
             for video, at in zip(row.tolist(), begin_us.tolist(), strict=True)
         ]
-        shown = divided.shows_only(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
+        shown = divided.is_entirely_in(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
         assert shown.tolist() == expected
         parts = divided.split_parts(split, video=row, begin_us=begin_us, end_us=begin_us + US // 2)
         assert parts.span.tolist() == np.flatnonzero(expected).tolist()

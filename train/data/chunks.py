@@ -181,7 +181,7 @@ class ChunkSet:
         if self.divided is None:
             return None
         begin_us, end_us = to_whole_us(begin_s), to_whole_us(end_s)
-        return self.divided.shows_only(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
+        return self.divided.is_entirely_in(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
         """Raise a UserError if the manifest has changed since the chunks were opened; a table must not mix versions."""

@@ -204,7 +204,7 @@ def _remove_other_splits(
     """Return the segments that do not overlap other splits, and a remark on the omitted segments or None."""
     chunk = segments.chunk_of(shown)
     begin_us, end_us = times_us(records, segments, shown)
-    is_kept = divided.shows_only(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
+    is_kept = divided.is_entirely_in(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
     if is_kept.all():
         return shown, None
     num_lost, num_chunks = int((~is_kept).sum()), len(np.unique(chunk[~is_kept]))
