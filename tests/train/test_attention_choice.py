@@ -57,7 +57,7 @@ def test_a_gpu_has_xformers_where_it_has_a_kernel(
     assert kept == {"attention_choice": name}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     again, kept_again = choose_attention(DualEncoderSettings(), device=CUDA, products=products, facts=kept)
-    assert (again.name, again.reason, kept_again) == (name, "as when the run began", kept)
+    assert (again.name, again.reason, kept_again) == (name, "the same as when the run started", kept)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from clipmill.train.device.transfer import send
 
 # Sequences and heads are the second and third grid dimensions of every fused kernel. CUDA limits these dimensions.
 _MAX_BLOCKS = 65_535
-# FlashAttention's backward pass indexes the elements of a query gradient with 32 bits, after padding tokens and width
-# to these multiples. Packed sequences are padded even if their length is a multiple.
+# FlashAttention's backward pass pads tokens and width to these multiples, and then indexes the elements of a query
+# gradient with 32 bits. Packed sequences are padded even if their length is a multiple.
 _MAX_ELEMENTS, _PADDED_TOKENS, _PADDED_WIDTH = 2**31, 128, 64
 
 
@@ -42,7 +42,7 @@ def max_sequences(num_tokens: int, num_heads: int, head_width: int, *, packed: b
 
 
 def attend_in_parts(attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv_BMHK: Tensor) -> Tensor:
-    """Call `attend` once, or on parts of the heads and batch if they are too many for one call to a GPU's kernel."""
+    """Call `attend` once, or on several parts if a GPU kernel cannot process all heads and sequences in one call."""
     num_sequences, num_tokens, num_heads, head_width = qkv_BMHK[0].shape
     if qkv_BMHK[0].is_cuda:
         batch_limit = max_sequences(num_tokens, min(num_heads, _MAX_BLOCKS), head_width)
@@ -107,7 +107,7 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
         ValueError: There are no sequences, or a sequence is empty.
     """
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each needs a token")
+        raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each sequence needs at least one token")
     longest = max(lengths)
     # Compute the indices on the host, and copy them in one transfer.
     lengths_N = torch.tensor(lengths)
@@ -171,7 +171,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         UserError: xformers or a GPU kernel was requested, but is not available.
     """
     if choice == "naive":
-        return AttentionBackend("naive", "requested by --attention naive, to compare", attend_naively)
+        return AttentionBackend("naive", "requested by --attention naive", attend_naively)
     if choice == "sdpa":
         return AttentionBackend("sdpa", "requested by --attention sdpa", attend_with_sdpa)
     if choice in ("xformers", *SDPA_KERNELS) and device_type != "cuda":
@@ -185,7 +185,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     if device_type != "cuda":
         return AttentionBackend("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
     if choice == "auto" and compiles:
-        return AttentionBackend("sdpa", "--compile can trace it, unlike xformers", attend_with_sdpa)
+        return AttentionBackend("sdpa", "--compile can trace SDPA, but not xformers", attend_with_sdpa)
     try:
         load_xformers()
     except ImportError as error:
@@ -201,7 +201,7 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionBackend("xformers", "the device is a GPU", attend_with_xformers_or_sdpa)
 
 
-# Release of xformers whose dispatcher and operators the tests cover, and its flag that it was compiled with CUDA.
+# Release of xformers whose dispatcher and operators the tests cover, and its flag for a build with CUDA.
 _TESTED_VERSION, _BUILD_FLAG = "0.0.35", "_built_with_cuda"
 
 
@@ -209,10 +209,10 @@ _TESTED_VERSION, _BUILD_FLAG = "0.0.35", "_built_with_cuda"
 def load_xformers() -> str | None:
     """Load xformers. Return the reason why its compiled library failed to load, or None if it loaded.
 
-    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Runs therefore suppress its
-    warning, and `train doctor` shows it. xformers' attention uses torch's kernels, but rejects every GPU if the library
-    is missing, so this function sets the flag that xformers checks. xformers checks separately whether torch's kernels
-    accept its arguments (xformers.ops.fmha.torch_attention_compat).
+    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Runs therefore suppress the
+    warning about the library, and `train doctor` shows it. xformers' attention uses torch's kernels, but rejects every
+    GPU if the library is missing, so this function sets the flag that xformers checks. xformers checks separately
+    whether torch's kernels accept its arguments (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
         ImportError: xformers is not installed, does not match this version of torch, or lacks the flag.
@@ -226,8 +226,8 @@ def load_xformers() -> str | None:
         if _BUILD_FLAG not in names:
             raise ImportError(
                 f"xformers {xformers.__version__} has no xformers.ops.fmha.common.{_BUILD_FLAG}, which clipmill sets "
-                f"because its compiled library does not load with torch {torch.__version__}: install xformers "
-                f"{_TESTED_VERSION}"
+                f"because the compiled library of xformers does not load with torch {torch.__version__}: install "
+                f"xformers {_TESTED_VERSION}"
             )
         names[_BUILD_FLAG] = True
     # The innermost cause mentions the missing library.
@@ -287,7 +287,7 @@ def attend_with_xformers(
     return attend_in_parts(partial(ops.memory_efficient_attention, attn_bias=bias), q_BMHK, k_BMHK, v_BMHK)
 
 
-# Cache: True if xformers has a kernel, by all properties that its dispatcher considers except lengths.
+# Cache: True if xformers has a kernel, keyed by all properties that its dispatcher considers, except lengths.
 _HAS_KERNEL: dict[tuple[Any, ...], bool] = {}
 
 
@@ -317,7 +317,7 @@ def _xformers_bias(*, causal: bool, packing: Packing | None) -> Any:
         return ops.LowerTriangularMask() if causal else None
     bias = packing.cached_values.get("xformers")
     if bias is None:
-        # Compute the offsets on the device, because xformers would copy them to it.
+        # Compute the offsets on the device. xformers would compute them on the host, and copy them.
         bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(
             list(packing.lengths), device=torch.device("cpu")
         )

@@ -1,8 +1,8 @@
 """Select a run's attention backend, and report the kernels that the backend uses.
 
-On a GPU, `--attention auto` means xformers, with SDPA for heads and precisions for which xformers has no kernel.
-Results of different kernels differ in the last digits, so a run keeps the backend with which it started. run.json
-records the backend for commands that open the run later.
+On a GPU, `--attention auto` means xformers. SDPA computes heads and precisions that xformers does not support. Results
+of different kernels differ in the last digits, so a run keeps the backend with which it started. run.json records the
+backend for commands that open the run later.
 
 Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the choice of
 SDPA, and xformers' dispatcher reports its choice.
@@ -95,7 +95,7 @@ def kernels_of(
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
         return Kernels(xformers_kernel(forward), None if backward is None else xformers_kernel(backward))
     if packing is not None:
-        # Packed sequences are padded for SDPA, or passed to it one length at a time.
+        # For SDPA, packed sequences are padded, or grouped by length.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
@@ -213,13 +213,13 @@ def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBac
         attention = _open_choice(name, device_type=device_type)
     except UserError:
         return None
-    return replace(attention, reason="as when the run began") if attention.name == name else None
+    return replace(attention, reason="the same as when the run started") if attention.name == name else None
 
 
 def _open_choice(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
     """Open the backend that `auto` has selected.
 
-    If this is xformers, SDPA computes heads for which xformers has no kernel.
+    If the backend is xformers, SDPA computes the heads that xformers does not support.
     """
     return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 
@@ -227,7 +227,7 @@ def _open_choice(name: AttentionChoice, *, device_type: str) -> AttentionBackend
 def kernels_fact(
     attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> str:
-    """Describe the kernels that compute a run's attention, for clips and for packed captions, with their library."""
+    """Describe the kernels, and their library, that compute a run's attention for clips and for packed captions."""
     try:
         clips = _kernels(attention.name, settings, device=device, products=products)
         captions = _kernels(
@@ -241,7 +241,7 @@ def kernels_fact(
 def describe_fallback(
     attention: AttentionBackend, model: nn.Module | None, *, device: torch.device, products: torch.dtype | None
 ) -> Iterator[str]:
-    """Yield a line for each head width of a model for which xformers has no kernel.
+    """Yield a line for each head width of a model that xformers does not support.
 
     Args:
         attention: Backend of the run.
@@ -306,7 +306,7 @@ def _kernels_of_heads(
     products: torch.dtype | None,
     packing: Packing | None = None,
 ) -> Kernels:
-    """Return the kernels that a backend uses for `heads` (number, width); raise NotImplementedError without kernels."""
+    """Return the kernels that a backend uses for `heads` (number, width); raise NotImplementedError if none exist."""
     num_tokens = _NUM_TOKENS if packing is None else sum(packing.lengths)
     qkv = torch.zeros((1, num_tokens, 3, *heads), dtype=products or torch.float32, device=device, requires_grad=True)
     return kernels_of(name, *qkv.unbind(2), causal=packing is not None, packing=packing)

@@ -244,7 +244,7 @@ class Gpt2(nn.Module):
     def start(
         self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, block_indices: Iterable[int] | None = None
     ) -> TextCache:
-        """Create a cache for decoding texts of videos step by step.
+        """Create a cache for decoding captions step by step.
 
         Args:
             video_VND: Output of the video encoder.
@@ -255,10 +255,7 @@ class Gpt2(nn.Module):
         num_rows = len(video_VND) * rows_per_video
         indices = range(len(self.transformer.resblocks)) if block_indices is None else block_indices
         return TextCache(
-            {
-                number: self._block(number).start(video_VND, num_rows=num_rows, num_tokens=num_tokens)
-                for number in indices
-            }
+            {index: self._block(index).start(video_VND, num_rows=num_rows, num_tokens=num_tokens) for index in indices}
         )
 
     def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
@@ -268,13 +265,13 @@ class Gpt2(nn.Module):
 
     def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
         """Run the blocks of a cache on the tokens that follow the cached tokens, [R, L, D]."""
-        for number, block_cache in cache.blocks.items():
-            x_RLD = self._block(number).step(x_RLD, block_cache, offset=cache.num_tokens)
+        for index, block_cache in cache.blocks.items():
+            x_RLD = self._block(index).step(x_RLD, block_cache, offset=cache.num_tokens)
         cache.num_tokens += x_RLD.shape[1]
         return x_RLD
 
-    def _block(self, number: int) -> Gpt2Block:
-        block = self.transformer.resblocks[number]
+    def _block(self, index: int) -> Gpt2Block:
+        block = self.transformer.resblocks[index]
         assert isinstance(block, Gpt2Block)
         return block
 

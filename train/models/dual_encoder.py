@@ -125,7 +125,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
 
 
 def library_width(towers: Towers) -> int | None:
-    """Return the embedding width of the library's text tower, or else image tower; None if neither is used."""
+    """Return the embedding width of a text tower, or else image tower, from a library; None without such a tower."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline
@@ -223,7 +223,7 @@ class DualEncoder(nn.Module):
 
     @cached_property
     def tokenize(self) -> Tokenize:
-        """Tokenizer of the text tower. A UserError is raised if it comes from a library and is not available."""
+        """Tokenizer of the text tower. A UserError is raised if a library's tokenizer is not available."""
         return tokenizer_for(self._towers)
 
     @property
@@ -240,7 +240,7 @@ class DualEncoder(nn.Module):
 
         Args:
             text: Token IDs [B, L]; without a text tower, embeddings [B, E].
-            lengths_B: Number of tokens of each caption, including the end token; None if the host does not know it.
+            lengths_B: Number of tokens of each caption, including the end token; None if the host does not know them.
         """
         return _normalize(text if self.text is None else self.text(text, lengths_B))
 

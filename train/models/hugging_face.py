@@ -29,7 +29,7 @@ Pooling = str  # value of --towers.text-pooling
 PADDING = -1
 _LONGEST = 512  # default context length of text encoders that support longer texts
 _NUM_COLORS = 3
-# Text for messages about values that `is_triple` rejects; its field is a `Range`.
+# Text for messages about values that `is_triple` rejects. The placeholder takes a `Range`.
 TRIPLE = "three numbers from {0.least:g} to {0.most:g}, for R, G and B"
 
 
@@ -74,7 +74,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
             ) from error
         raise UserError(
             f"the {what} of {reference} is neither cached nor available for download: {first_line(error)}",
-            hint=f"run hf download {name} on a machine with network access, and use that folder, or copy the cache",
+            hint=f"run `hf download {name}` on a machine with network access, and use the folder, or copy the cache",
         ) from error
 
 
@@ -154,8 +154,8 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Return a function that converts texts to IDs [B, L], with `PADDING` after the tokens of each text.
 
-        Positions equal the positions without padding, whichever side the original tokenizer pads. SigLIP attends to
-        padding up to a fixed length, so this padding has the model's own padding ID.
+        Positions equal the positions without padding, even if the original tokenizer pads on the left. SigLIP attends
+        to padding up to a fixed length, so this padding has the model's own padding ID.
 
         Raises:
             UserError: The context length is larger than the model's, or a SigLIP model has no padding token.
@@ -193,7 +193,7 @@ class HuggingFace:
         return tokenize
 
     def _limit(self, name: str) -> int | None:
-        """Return the number of tokens for which a model has positions; None if its configuration does not limit it."""
+        """Return the maximum number of tokens per text; None if the model's configuration does not limit it."""
         config = self.config(name)
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
@@ -244,7 +244,7 @@ def read_processor(name: str) -> dict[str, Any]:
     """Return a model's preprocessing of images, with the keys of preprocessor_config.json; {} if no file specifies it.
 
     `image_mean` and `image_std` are converted to pixel values from 0 to 1, regardless of the processor's own scaling.
-    If several files have a mean, image processors take precedence over video processors, and parts of
+    If several files specify a mean, image processors take precedence over video processors, and parts of
     processor_config.json over separate files, as in transformers.
 
     Args:

@@ -62,7 +62,8 @@ def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
     library = reference.partition(":")[0]
     return UserError(
         f"{library} has no tower {reference}",
-        hint=f"use a name that {library} knows; similar names: {', '.join(similar_names) or 'none'}",
+        hint=f"use a name that {library} knows"
+        + (f"; similar names: {', '.join(similar_names)}" if similar_names else ""),
     )
 
 
@@ -92,7 +93,8 @@ class _OpenClip:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # A folder specifies how pixels are normalised. A name does not, but all published weights for it may agree.
+        # A folder specifies how pixels are normalised. A name does not, but all published weights with this name may
+        # agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
         if name.startswith(_LOCAL):
             file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
@@ -115,7 +117,7 @@ class _OpenClip:
         if encoder := text.get("hf_model_name"):
             text["hf_model_pretrained"] = False
             with hub_files(encoder, "configuration"):
-                # An encoder from transformers has the dtype in its configuration.
+                # An encoder from transformers has the dtype of its configuration. Convert it to float32.
                 return _build_text_tower(config["embed_dim"], text).float()
         return _build_text_tower(config["embed_dim"], text, bool(config.get("quick_gelu")))
 
@@ -172,7 +174,7 @@ class _Timm:
             return timm.create_model(name, **({} if classes is None else {"num_classes": 0}))
         except (RuntimeError, OSError, ValueError) as error:
             tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-            hint = f"use one of these tags: {', '.join(tags) or 'none'}"
+            hint = f"use one of these tags: {', '.join(tags)}" if tags else "use a name without a tag"
             if name.startswith(_LOCAL):
                 hint = "use a folder with timm's config.json, such as train export --format timm writes"
             raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
@@ -273,7 +275,8 @@ def text_outline(reference: str, pooling: Pooling) -> Outline:
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
-        # Only open_clip's towers need texts of a fixed length. For other towers, finding it may require a tokenizer.
+        # Only open_clip's towers need texts of a fixed length. For other towers, looking up the length may
+        # require a tokenizer.
         length = library.context_length(name) if isinstance(library, _OpenClip) else 4
         try:
             embedding = library.embed_text(model, torch.zeros(1, length, dtype=torch.int64), pooling)
@@ -332,7 +335,7 @@ class LibraryTower(HasBlocks):
         enable = enable if getattr(self.model, "supports_gradient_checkpointing", False) else None
         if enable is None:
             raise UserError(
-                f"{self.reference} has no activation checkpointing (--towers.activation-checkpointing)",
+                f"{self.reference} does not support --towers.activation-checkpointing",
                 hint="omit the flag, and use a smaller --microbatch",
                 flags=("--towers.activation-checkpointing",),
             )
@@ -350,16 +353,16 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return a number of attention heads for a width; no published model prescribes it."""
+    """Return the number of attention heads for a width. The choice is ours: no published model prescribes it."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
 class FramePooling(nn.Module):
-    """Attention pooling of frame embeddings, which initially equals their mean.
+    """Attention pooling of frame embeddings. Initially, it computes their mean.
 
     Each head assigns weights to the frames, and the embedding of the clip is the weighted mean of the frame embeddings.
-    For a single frame, the result equals its embedding. The query is initially zero, so all frames initially have the
-    same weight.
+    For a single frame, the result equals the embedding of the frame. The query is initially zero, so all frames
+    initially have the same weight.
     """
 
     def __init__(self, width: int) -> None:
@@ -385,8 +388,8 @@ class LibraryImage(LibraryTower):
         reference: Tower, as LIBRARY:NAME.
         model: Module that the library built.
         outline: Outline of the tower.
-        num_frames: Number of frames per clip. Only attention pooling depends on it.
-        embedding_width: E; None, or W, for the library's embedding without a projection.
+        num_frames: Number of frames per clip; only attention pooling uses it.
+        embedding_width: Width E of the embedding; None or W to omit the projection.
         pools: True to pool frames by attention instead of averaging them.
         temporal_std: Standard deviation of the initial temporal embedding, which only attention pooling has.
 
@@ -447,7 +450,7 @@ class LibraryText(LibraryTower):
         reference: Tower, as LIBRARY:NAME.
         model: Module that the library built.
         width: Width W of the library's embedding.
-        embedding_width: E; W for the library's embedding without a projection.
+        embedding_width: Width E of the embedding; W to omit the projection.
         pooling: Pooling of the tokens, as in --towers.text-pooling.
     """
 

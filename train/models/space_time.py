@@ -18,13 +18,13 @@ from torch.nn import functional
 from clipmill.train.models.attention import Attend, Packing, attend_masked, attend_naively
 from clipmill.train.models.transformer import Block, LayerNorm, SelfAttention, TransformerSize
 
-LN_PRE_EPS = 1e-5  # epsilon of LaViLa's first layer norm, whatever the epsilon of the blocks
+LN_PRE_EPS = 1e-5  # epsilon of LaViLa's first layer norm, regardless of the epsilon of the blocks
 
 
 class SpaceTimeBlock(Block):
     """CLIP block with additional temporal attention before spatial attention.
 
-    The output of temporal attention is initially zero, so that the block equals CLIP's block.
+    The output of temporal attention is initially zero, so the block initially computes the same as CLIP's block.
     """
 
     def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
@@ -82,12 +82,12 @@ def attend_short(
     extra_key_value: tuple[Tensor, Tensor] | None = None,
     num_per_tile: int | None = None,
 ) -> Tensor:
-    """Attend within S short sequences of length L per item. Arguments and result are [B, S, L, H, K].
+    """Attend within S short sequences of length L per clip. Arguments and result are [B, S, L, H, K].
 
     A GPU computes attention in tiles of 64 or 128 queries by as many keys, all from one sequence. With a few frames,
     `attend` would use only a few percent of each tile. Therefore several sequences share a tile, and a mask separates
-    them; docs/models.md has the arithmetic. (Products of separate L x K matrices would also use tiles of 32 or 64, and
-    would store the scores in memory.)
+    them; docs/models.md contains the arithmetic. (Products of separate L x K matrices would also use tiles of 32 or 64,
+    and would store the scores in memory.)
 
     Args:
         attend: Attention function.
@@ -125,5 +125,5 @@ def attend_short(
 
 
 def sequences_per_tile(num_sequences: int, length: int) -> int:
-    """Return the largest divisor of `num_sequences` for which that many sequences of this length fit in a tile."""
-    return max(number for number in range(1, max(1, _TILE // length) + 1) if num_sequences % number == 0)
+    """Return the largest divisor of `num_sequences` such that this many sequences of this length fit into a tile."""
+    return max(count for count in range(1, max(1, _TILE // length) + 1) if num_sequences % count == 0)

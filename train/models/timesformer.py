@@ -52,7 +52,7 @@ class DividedBlock(nn.Module):
         nn.init.zeros_(self.time_proj.bias)
 
     def forward(self, x_BLD: Tensor, *, branches: Tensor | None = None) -> Tensor:
-        """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three parts for each sample."""
+        """Compute the block's output [B, L, D]; `branches` [3, B, 1, 1] scales the three branches for each sample."""
         time_scale, space_scale, mlp_scale = (None, None, None) if branches is None else branches
         # Split instead of slicing, because the gradient of a slice has the full size and is mostly zero.
         class_B1D, x_BND = x_BLD.split([1, x_BLD.shape[1] - 1], dim=1)
@@ -170,7 +170,7 @@ class TimeSformer(TokenTower):
         return cast(Tensor, self.ln_post(x_BLD))
 
 
-def nearest_positions(embedding_LD: Tensor, num_patches: int) -> Tensor:
+def interpolate_positions(embedding_LD: Tensor, num_patches: int) -> Tensor:
     """Resize a square positional embedding by nearest-neighbour interpolation, as transformers does.
 
     Raises:
@@ -186,7 +186,7 @@ def nearest_positions(embedding_LD: Tensor, num_patches: int) -> Tensor:
     return torch.cat([embedding_LD[:1], resized_1Dhw[0].flatten(1).T])
 
 
-def nearest_times(embedding_TD: Tensor, num_frames: int) -> Tensor:
+def interpolate_times(embedding_TD: Tensor, num_frames: int) -> Tensor:
     """Resize a temporal embedding by nearest-neighbour interpolation, as transformers does."""
     if len(embedding_TD) == num_frames:
         return embedding_TD
@@ -208,7 +208,7 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
     def product(*inputs: Tensor) -> Tensor:
         return layer(prepare(*inputs))
 
-    # torch.compile decides by itself what to save, and torch.export must not meet a condition on the batch size.
+    # torch.compile decides by itself what to save, and torch.export must not encounter a condition on the batch size.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or inputs[-1].numel() < MIN_RECOMPUTED_VALUES:
         return product(*inputs)
     out: Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -160,9 +160,7 @@ def peft_config(
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise UserError(
-            "adapters of a library's model need peft", hint="install it with pip install 'clipmill[lora]'"
-        ) from error
+        raise UserError("adapters of a library's model need peft", hint="run `pip install 'clipmill[lora]'`") from error
     block_modules = {id(module) for block in blocks for module in block.modules()}
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -407,7 +405,8 @@ class Stack(HasBlocks):
     """Sequence of residual blocks.
 
     Args:
-        blocks: Blocks that take tokens [B, L, D] and `branches`, the scales of their `num_branches` residual branches.
+        blocks: Blocks that take tokens [B, L, D] and `branches`, the scales of the block's `num_branches` residual
+            branches.
         drop_path: Probability, for each block, of skipping a branch for a sample in training; empty for none.
     """
 
@@ -429,17 +428,17 @@ class Stack(HasBlocks):
 
     def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
         """Run all blocks on tokens [B, L, D]. Each block also gets `context` and `options`."""
-        for number in range(len(self.resblocks)):
-            x_BLD = self.run(number, x_BLD, *context, **options)
+        for index in range(len(self.resblocks)):
+            x_BLD = self.run(index, x_BLD, *context, **options)
         return x_BLD
 
-    def run(self, number: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
+    def run(self, index: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
         """Run the block with this index."""
-        block: Any = self.resblocks[number]
+        block: Any = self.resblocks[index]
         # Draw the scales outside of the block, so that compiled or recomputed blocks get the same values. Draw them for
         # all blocks or for none, because blocks share compiled code only if their arguments have the same types.
         is_dropping = block.training and any(self.drop_path)
-        branches = draw_branch_scales(x_BLD, self.drop_path[number], count=block.num_branches) if is_dropping else None
+        branches = draw_branch_scales(x_BLD, self.drop_path[index], count=block.num_branches) if is_dropping else None
         run = partial(block, branches=branches, **options)
         if not self.checkpointing:
             return cast(Tensor, run(x_BLD, *context))
@@ -471,7 +470,7 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
     """Return the drop-path probability of each block: constant, or rising linearly from 0 to `probability`."""
     if not is_rising or depth == 1:
         return (probability,) * depth
-    return tuple(probability * number / (depth - 1) for number in range(depth))
+    return tuple(probability * index / (depth - 1) for index in range(depth))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -22,7 +22,7 @@ from clipmill.train.models.transformer import LayerNorm, Stack, Transformer, Tra
 
 @dataclass(frozen=True)
 class CubeGrid:
-    """Number of cubes of a clip along time, height and width. Cube indices count in this order."""
+    """Numbers of cubes of a clip along time, height and width. Cube indices follow this order."""
 
     steps: int
     rows: int
@@ -158,7 +158,7 @@ class VideoViT(TokenTower):
         size: Dimensions of the tower.
         image_px: Side length of the square frames or latents.
         num_frames: Number of frames per clip, a multiple of the cube length.
-        embedding_width: E; None for the class token without a projection.
+        embedding_width: Width E of the embedding; None to omit the projection.
         attend: Attention function.
         temporal_std: Standard deviation of the initial temporal embedding. If it is 0, the order of frames initially
             has no effect.
@@ -278,7 +278,7 @@ def resample_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
 
 
 def inflate_cubes(weight_DCPP: Tensor, cube_frames: int) -> Tensor:
-    """Inflate CLIP's `conv1` to cubes of several frames (I3D). The output for equal frames does not change."""
+    """Inflate CLIP's `conv1` to cubes of several frames (I3D). The output for identical frames does not change."""
     if cube_frames == 1:
         return weight_DCPP
     return (weight_DCPP / cube_frames)[:, :, None].repeat(1, 1, cube_frames, 1, 1)

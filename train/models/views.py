@@ -1,4 +1,4 @@
-"""Video towers for clips [B, V, C, T, H, W] with several views, which are cameras that recorded the same moment.
+"""Video towers for clips [B, V, C, T, H, W] of several views. Each view is a camera that recorded the same moment.
 
     mean    the tower processes each view as a separate clip; the output is the mean over the views
     concat  the blocks process the tokens of all views together, so that views attend to each other; a learned
@@ -50,8 +50,8 @@ class _Views(nn.Module):
     view_rule: ViewRule
     view_embedding: nn.Parameter
 
-    def forward(self, video: Tensor, *more: Any) -> Tensor:
-        return self._combine_views(super().forward, video, *more)
+    def forward(self, video: Tensor, *arguments: Any) -> Tensor:
+        return self._combine_views(super().forward, video, *arguments)
 
     def features(self, video: Tensor) -> Tensor:
         return self._combine_views(super().features, video)  # type: ignore[misc]
@@ -59,14 +59,14 @@ class _Views(nn.Module):
     def tokens(self, video: Tensor) -> Tensor:
         return self._combine_views(super().tokens, video)  # type: ignore[misc]
 
-    def embed(self, video: Tensor, /, *more: Any) -> Tensor:
+    def embed(self, video: Tensor, /, *arguments: Any) -> Tensor:
         if video.ndim == _CLIP_DIMS:
-            return super().embed(video, *more)  # type: ignore[misc, no-any-return]
-        x_BVLD = super().embed(video.flatten(0, 1), *more).unflatten(0, (-1, self.num_views))  # type: ignore[misc]
+            return super().embed(video, *arguments)  # type: ignore[misc, no-any-return]
+        x_BVLD = super().embed(video.flatten(0, 1), *arguments).unflatten(0, (-1, self.num_views))  # type: ignore[misc]
         joined_BLD: Tensor = (x_BVLD + self.view_embedding[:, None].to(x_BVLD.dtype)).flatten(1, 2)
         return joined_BLD
 
-    def _combine_views(self, method: Callable[..., Tensor], video: Tensor, *more: Any) -> Tensor:
+    def _combine_views(self, method: Callable[..., Tensor], video: Tensor, *arguments: Any) -> Tensor:
         if video.ndim == _CLIP_DIMS or self.view_rule == "concat":
-            return method(video, *more)
-        return method(video.flatten(0, 1), *more).unflatten(0, (-1, self.num_views)).mean(1)
+            return method(video, *arguments)
+        return method(video.flatten(0, 1), *arguments).unflatten(0, (-1, self.num_views)).mean(1)

@@ -26,8 +26,8 @@ _RGB = 3
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """Return `size` with the tower dimensions of the weights.
 
-    The number of heads cannot be read from tensors. It comes from the configuration of the weights. If the
-    configuration does not state it, it comes from `size` if the widths are equal, and otherwise from published models.
+    The number of heads cannot be read from tensors. It comes from the configuration of the weights; if that does not
+    state the number, from `size` if the widths are equal; otherwise from published models with the same width.
 
     Raises:
         UserError: The configuration states a different depth, or a number of heads that does not divide the width.
@@ -68,7 +68,7 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_name_of(source: Source) -> ModelName:
-    """Return the name of the model that has the patch size of the weights; b16 if no model has it."""
+    """Return the model name whose patch size matches the weights; b16 if none matches."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((name for name in names if conv is not None and PATCH_PX[name] == conv.shape[-1]), "b16")
@@ -77,10 +77,11 @@ def model_name_of(source: Source) -> ModelName:
 def frame_px_of(source: Source, *, default: int) -> int:
     """Return the side length, in pixels, of the frames that the weights were trained on.
 
-    It follows from the positional embeddings. Without them, it is the value in the configuration, or `default`.
+    The length follows from the positional embeddings, or else from the configuration; if neither states it, the result
+    is `default`.
 
     Raises:
-        UserError: The weights take latents. Files of other projects do not record the size and the column of latents.
+        UserError: The weights take latents. Files from other projects do not record the size and the column of latents.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
@@ -95,7 +96,7 @@ def frame_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Return the number of frames that the temporal embedding of the weights covers; `default` without an embedding."""
+    """Return the number of frames that the weights' temporal embedding covers; `default` if they have no embedding."""
     temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if temporal is None else len(temporal) * (source.tubelet or 1)
 
@@ -117,7 +118,7 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Return the map to logits from a converted state dict of another project or an export."""
+    """Return the map to logits for a converted state dict from another project or an export."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 

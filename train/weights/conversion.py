@@ -41,15 +41,15 @@ class SourceFacts:
         activation: Activation of the MLPs, `gelu` or `quick_gelu`.
         video_eps: Epsilon of the video tower's layer norms.
         text_eps: Epsilon of the text tower's layer norms.
-        mean: Mean that is subtracted from pixel values, for R, G and B, from 0 to 1.
-        std: Standard deviation by which pixel values are divided, for R, G and B.
+        mean: Mean of R, G and B that is subtracted from pixel values in [0, 1].
+        std: Standard deviation of R, G and B by which pixel values are then divided.
         video_heads: Number of attention heads in the video tower.
         text_heads: Number of attention heads in the text tower.
         video_depth: Number of blocks in the video tower.
         text_depth: Number of blocks in the text tower.
         decoder_heads: Number of attention heads in a masked autoencoder's decoder.
         frame_px: Side length of the frames that the weights were trained on, in pixels.
-        towers: Values of the `--towers.*` settings with which a model has the same modules as the weights, by name.
+        towers: Values of the `--towers.*` settings that give a model the same modules as the weights, by name.
         remarks: Notes for the user.
     """
 
@@ -169,7 +169,7 @@ class NameTable:
         return {**{their_name: our_name for our_name, their_name in self.names.items()}, **self.aliases}
 
     def _concatenate(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """Return the state dict with queries, keys and values concatenated, unless one of the three is missing."""
+        """Return the state dict with queries, keys and values concatenated, if all three are present."""
         # Name of the first tensor in braces -> name with all tensors in braces.
         first_parts = {
             _expand_name(their_name)[0]: their_name for their_name in self.names.values() if "{" in their_name
@@ -186,7 +186,7 @@ class NameTable:
 
 
 def _translate_name(rows: Mapping[str, str], name: str) -> str | None:
-    """Return the name that `rows` has for `name`, with the same block index and suffix; None if no row matches."""
+    """Translate `name` with `rows`. Keep the block index and the suffix. Return None if no row matches."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     name_pattern = rows.get(pattern)

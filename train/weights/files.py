@@ -178,7 +178,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the weights file in a folder, or the index of its shards; UserError if there is none."""
+    """Return the weights file in a folder, or the index of its shards. Raise a UserError if there is neither."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -293,13 +293,13 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise UserError(
             f"there are no tensors in {path}",
-            hint=f"use a file that contains a state dict, at the top or under {', '.join(_STATE_DICT_KEYS)}",
+            hint=f"use a file that contains a state dict, at the top level or under {', '.join(_STATE_DICT_KEYS)}",
         )
     return tensors
 
 
 def _is_printable(head: bytes) -> bool:
-    """Return True if the first bytes of a file are printable text. No tensor file starts with printable text only."""
+    """Return True if the first bytes of a file are printable text. Tensor files also begin with other bytes."""
     try:
         # Decode incrementally, because the last character may be truncated.
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
@@ -321,7 +321,7 @@ def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
 
 
 def openai_digests() -> frozenset[str]:
-    """Return the SHA-256 of each archive that OpenAI published. The URLs in open_clip's list contain them."""
+    """Return the SHA-256 of each archive that OpenAI published. The URLs in open_clip's list contain these hashes."""
     from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
 
     urls = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]

@@ -1,4 +1,4 @@
-"""Names and configuration of Hugging Face's TimeSformer, GPT-2, and VisionEncoderDecoderModel with both.
+"""Names and configuration of Hugging Face's TimeSformer, GPT-2, and VisionEncoderDecoderModel that combines them.
 
 In the file of a separate TimeSformer or GPT-2, names lack a prefix: a TimesformerModel has no `encoder.` (a
 TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has
@@ -106,7 +106,7 @@ def hf_caption_config(
         encoder=encoder.to_dict(),
         decoder=gpt2.to_dict(),
         architectures=["VisionEncoderDecoderModel"],
-        # Encoder and decoder share no embedding.
+        # The encoder and the decoder do not share an embedding.
         **{**tokens, "decoder_start_token_id": end_id, "tie_word_embeddings": False},
     )
     return caption_config.to_dict()
@@ -139,10 +139,10 @@ def caption_config_of(
     Args:
         config: Content of config.json.
         source: Origin of the configuration, for error messages.
-        hint: Hint of the error about a model of another type.
+        hint: Hint for the error about an unsupported type of model.
 
     Raises:
-        UserError: The model has another type, or uses a feature that our models lack.
+        UserError: The type of the model is not supported, or the model uses a feature that our models lack.
     """
     kind = config.get("model_type")
     if kind == "timesformer":
@@ -201,7 +201,7 @@ def _timesformer_of(entries: Mapping[str, Any], *, source: str) -> TimeSformerSh
 def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # GPT2Config's default end token is for the full vocabulary, and would cause warnings for a smaller vocabulary.
+    # GPT2Config's default end token is in the full vocabulary, and would cause warnings for a smaller one.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**entries, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -361,7 +361,7 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
 
 HF_TIMESFORMER = Format(
     name="hf_timesformer",
-    title="Hugging Face's TimeSformer, or a captioner of it",
+    title="Hugging Face's TimeSformer, or a captioner with it",
     convert=from_hf_caption,
     matches=lambda names: any_starts_with(
         names, "timesformer.", "encoder.embeddings.time_embeddings", "embeddings.time_embeddings"

@@ -40,7 +40,7 @@ from clipmill.train.weights.open_clip import BUFFERS, TEXT_ROOTS, from_open_clip
 
 IMAGE, TEXT = "video.model.", "text.model."
 LOGIT_BIAS = "logit_bias"
-_ANY_PX = 224  # side length for towers that specify none; names of tensors do not depend on it
+_ANY_PX = 224  # frame size for towers that specify none; tensor names do not depend on the frame size
 _DEFAULT_TOWERS = Towers()
 _IMAGE_COMPONENTS = ("visual", "vision_model", "visual_projection")
 # First components of the names in a CLIP's text tower, with the temperature.
@@ -64,7 +64,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
     """Convert a state dict; `names` are the tensor names of each library tower, by prefix (`IMAGE` or `TEXT`)."""
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
     unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
-    # In a model with two towers, the first component of a name says which tower it belongs to.
+    # In a model with two towers, the first component of a name identifies the tower.
     has_two_towers = any_starts_with(
         state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_COMPONENTS))
     )
@@ -177,7 +177,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":
         raise UserError(
-            "--format open_clip needs a text tower from open_clip or train clip, which this model does not have",
+            "--format open_clip needs a text tower that open_clip supports, but this model has none",
             hint="use --format torch, which stores only the video tower",
         )
     library: Any = library_of(towers.image)[0]
@@ -223,7 +223,7 @@ def _write_timm(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
 def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # save_pretrained would print it between our lines
+    transformers.utils.logging.disable_progress_bar()  # save_pretrained would print a progress bar between our lines
     library: Any = library_of(towers.image)[0]
     name, weights = towers.image.partition(":")[2], towers.weights
     stored_names = {our_name for our_name in weights if our_name.startswith(IMAGE)}

@@ -34,13 +34,13 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
-# Parts that weights of image models lack -> reason for the table of changes, which says how they are initialised.
+# Parts that weights of image models lack -> their initialisation, as the reason in the table of changes.
 _CREATED = {
-    TEMPORAL_EMBEDDING: "as --towers.temporal says",
-    "video.view_embedding": "--towers.views concat: zero at first",
+    TEMPORAL_EMBEDDING: "initialised according to --towers.temporal",
+    "video.view_embedding": "--towers.views concat: initialised to zero",
     ".temporal_attn.": "--towers.attention divided: attention over time, which adds nothing at first",
     ".ln_temporal.": "--towers.attention divided",
-    "video.pool.": "--towers.pool-frames attention, which begins as the mean",
+    "video.pool.": "--towers.pool-frames attention, which is initialised as the mean",
 }
 _KEPT_POSITIONS = 20  # number of text positions that stretching leaves unchanged (Long-CLIP)
 
@@ -134,7 +134,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     logit_scale = source.tensors.get(LOGIT_SCALE)
     # A model whose towers come from libraries may have none of these projections. It keeps the temperature.
     if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
-        why = "the projections are new, so their temperature is too"
+        why = "the projections are new, so the temperature is also new"
         record_unused(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
         logit_scale = None
     return FittedWeights(
@@ -149,12 +149,12 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
     """Return the kind of change, the tensor with shape `new` (None if the model initialises it), and the reason."""
     old = tuple(tensor.shape)
     if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
-        return "resized", inflate_cubes(tensor, new[2]), "a cube of equal frames gives what one frame gave"
+        return "resized", inflate_cubes(tensor, new[2]), "a cube of identical frames gives the result of one frame"
     if name in _PROJECTIONS and len(old) == 2 and old[0] == new[0]:
         return (
             "dropped",
             None,
-            f"the embedding has {new[1]} numbers here, {old[1]} there: a new projection is learned",
+            f"embedding width {new[1]} in the model, {old[1]} in the weights: a new projection is learned",
         )
     if len(old) != 2 or len(new) != 2 or old[1] != new[1]:
         return "reshaped", None, ""
@@ -162,18 +162,18 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeK
         return (
             "resized",
             resize_positions(tensor, num_positions=new[0]),
-            "another resolution: bicubic, as open_clip does",
+            "a different resolution: bicubic interpolation, as in open_clip",
         )
     if name == TEMPORAL_EMBEDDING:
         why = "a different number of frames: interpolated along time"
         return "resized", resample_temporal(tensor.float(), new[0]).to(tensor.dtype), why
     if name in _TEXT_POSITIONS and old[0] > new[0]:
-        return "resized", tensor[: new[0]], f"captions are cut to {new[0]} tokens"
+        return "resized", tensor[: new[0]], f"shorter captions: the first {new[0]} positions are kept"
     if name in _TEXT_POSITIONS and old[0] > _KEPT_POSITIONS:
-        why = f"longer captions: {_KEPT_POSITIONS} kept, the others stretched, as in Long-CLIP"
+        why = f"longer captions: {_KEPT_POSITIONS} positions kept, the others stretched, as in Long-CLIP"
         return "resized", stretched_positions(tensor, new[0]), why
     if name == "text.token_embedding.weight" and old[0] > new[0]:
-        return "resized", tensor[: new[0]], f"the tokenizer knows {new[0]} tokens: the rows behind are padding"
+        return "resized", tensor[: new[0]], f"the tokenizer has {new[0]} tokens: the other rows are padding"
     return "reshaped", None, ""
 
 
@@ -256,8 +256,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         UserError: A tensor is missing or unexpected or has a different shape, without a reason; a tensor is not
             finite; or the number of attention heads differs.
     """
-    # Weights contain no counters, and a tied tensor only under its first name. The weights of a run also contain the
-    # other names of tied tensors, which are dropped.
+    # Compare only floating-point tensors (no counters), and each tied tensor only under its first name. Drop the other
+    # names of tied tensors, which the weights of a run also contain.
     model_shapes: dict[str, Shape] = {}
     seen = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -312,14 +312,15 @@ def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., 
     """
     loaded = fit(model, source, say=say)
     # Only changes to parameters of the model have a new shape.
-    changed = [change.name for change in loaded.fitted.changes if change.new is not None]
-    if new := [name for name in changed if name not in loaded.fitted.tensors and name != TEMPORAL_EMBEDDING]:
+    changed_names = [change.name for change in loaded.fitted.changes if change.new is not None]
+    tensors = loaded.fitted.tensors
+    if missing_names := [name for name in changed_names if name not in tensors and name != TEMPORAL_EMBEDDING]:
         raise UserError(
-            f"{source.title} is not a complete model: {', '.join(new[:_MAX_NAMES])} would have random values",
+            f"{source.title} is not a complete model: {', '.join(missing_names[:_MAX_NAMES])} would have random values",
             hint="use weights of the complete model",
         )
     copy_into(model, loaded)
-    if TEMPORAL_EMBEDDING in changed and TEMPORAL_EMBEDDING not in loaded.fitted.tensors:
+    if TEMPORAL_EMBEDDING in changed_names and TEMPORAL_EMBEDDING not in tensors:
         # The weights come from an image model. Zero the embedding, because its initial zeros have random signs.
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
@@ -338,9 +339,9 @@ def _check_heads(
     model_shapes: Mapping[str, Shape],
     title: str,
 ) -> None:
-    """Raise a UserError if a tower has another number of attention heads than the weights; shapes do not show it.
+    """Raise a UserError if the numbers of attention heads differ. Tensor shapes do not reveal this.
 
-    Parts that the weights lack are skipped, because the configuration may describe them nevertheless.
+    Parts that the weights lack are skipped, because the configuration may still describe them.
     """
     for tower, what, heads, flag in (
         ("video", "video tower", facts.video_heads, "--towers.heads"),
@@ -373,7 +374,7 @@ _TITLES = {
 
 
 def _format_table(changes: Sequence[Change]) -> list[str]:
-    """Format the changes as lines; equal changes of several blocks share a line."""
+    """Format the changes as lines. Equal changes of several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)

@@ -145,8 +145,8 @@ def file_of_tag(
     Args:
         name: Name of the model in open_clip.
         tag: Tag of the weights in open_clip.
-        read_facts: Function that takes open_clip's entry for the tag and returns facts. It is needed for a model that
-            open_clip itself builds, because our towers need not support its configuration.
+        read_facts: Function that takes open_clip's entry for the tag and returns facts. It is required for a model that
+            open_clip itself builds, because our towers may not support its configuration.
 
     Raises:
         UserError: open_clip does not know the weights, or cannot download them.
@@ -226,8 +226,8 @@ OPENAI = Format(
 
 
 # Names in AVION's and LaViLa's dual encoders, and facts about their training. Both projects normalise with a mean of
-# (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP's is 122.77), but weights that were
-# trained with it need it.
+# (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP: 122.77), but weights that were
+# trained with this value need it.
 #
 #     ours                  AVION                                          LaViLa (TimeSformer)
 #     video.*               visual.*                                       visual.*, with timm's names
@@ -246,7 +246,7 @@ _OUR_BLOCK, _AVION_BLOCK = "video.transformer.resblocks.N", "visual.transformer.
 
 
 def _reshape_conv(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape AVION's convolution with --use-fast-conv1, a matrix [D, 3 p p], to [D, 3, p, p]."""
+    """Reshape the convolution that AVION trains with --use-fast-conv1 from a matrix [D, 3 p p] to [D, 3, p, p]."""
     if name != CONV or tensor.ndim != 2 or tensor.shape[1] % 3:
         return tensor
     patch_px = round((tensor.shape[1] // 3) ** 0.5)

@@ -50,7 +50,7 @@ class Source:
 
     @property
     def tubelet(self) -> int | None:
-        """Number of frames per cube; None if the video tower has patches, or if there is no video tower."""
+        """Number of frames per cube; None if the patches cover a single frame, or if there is no video tower."""
         conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
@@ -65,7 +65,7 @@ class Base:
         sha256: SHA-256 of the names, shapes and values of the tensors.
         tensors: Shapes of the tensors, by name.
         scale: Factor by which the product of an adapter's matrices is multiplied.
-        text: Source of the text tower's weights, as in --init.text; None if it is the same.
+        text: Source of the text tower's weights, as in --init.text; None if `weights` contains the text tower.
     """
 
     weights: str
@@ -88,13 +88,13 @@ KINDS: dict[str, str] = {
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """Return the settings with the values that the weights were trained with, where the user left them open.
+    """Fill settings that the user left open with the values that the weights were trained with.
 
-    The values are the kind of the tower, the length of cubes, the activation, the epsilon of layer norms, and the
+    These settings are the kind of the tower, the length of cubes, the activation, the epsilon of layer norms, and the
     normalisation of pixels.
 
     Raises:
-        UserError: The settings specify another kind of tower than the weights have.
+        UserError: The settings specify a kind of tower that differs from the kind of the weights.
     """
     settings = _drop_idle_temporal(settings, source, say=say)
     if source is None:
@@ -161,7 +161,7 @@ def _drop_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> 
 
 
 def _set_normalization(settings: Clips) -> Clips:
-    """Return the settings with the pixel normalisation for the kind of tower, where the user set none."""
+    """Fill the pixel normalisation that the user left open with the values for the kind of tower."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip" or kind not in KINDS:
         return settings
@@ -174,7 +174,7 @@ def _find_normalization(settings: ClipSettings) -> tuple[Mean, Mean]:
     """Return the mean and standard deviation of pixels for the kind of tower, or for a tower from a library.
 
     Raises:
-        UserError: The library does not specify them; or the tower does not exist, or takes a different resolution.
+        UserError: The library does not specify the values, or the tower does not exist or takes a different resolution.
     """
     kind, towers, init = kind_of(settings.towers), settings.towers, settings.init
     if towers.image is None:

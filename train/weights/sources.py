@@ -72,7 +72,7 @@ def detect_format(names: Iterable[str]) -> Format:
 
 
 def facts_in(folder: Path) -> SourceFacts | None:
-    """Return facts from the configuration files in a folder; None if the folder has none.
+    """Return facts from the configuration files in a folder; None if the folder contains no such file.
 
     Raises:
         UserError: A file is damaged, or describes a model that our towers cannot represent.
@@ -134,7 +134,7 @@ def fetch_tag(init: Init, towers: Towers = _DEFAULT_TOWERS, *, say: Say) -> None
 
 
 def open_weights(init: Init, towers: Towers = _DEFAULT_TOWERS) -> Source | None:
-    """Read the weights of `--init.weights` (and `--init.text`); return None if it is not set.
+    """Read the weights of `--init.weights` (and `--init.text`). Return None if `--init.weights` is not set.
 
     Args:
         init: Sources of the weights, and their format.
@@ -214,9 +214,9 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     """
     path = checkpoint or run.require_checkpoint()
     metadata = read_metadata(path)
-    # The checkpoint records the settings of the training. settings.yaml may have been edited since then.
+    # The checkpoint records the settings used in training. settings.yaml may have been edited since then.
     settings = metadata.settings
-    # Batch norms count their batches, but no model starts from this count.
+    # Omit the batch counters of batch norms, because no model starts from them.
     tensors = {name: tensor for name, tensor in complete_weights(path).items() if tensor.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
@@ -242,7 +242,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """Return the `--towers.*` settings of a run that a dual encoder has, too."""
+    """Return the `--towers.*` settings of a run that dual encoders also have."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     field_names = {field.name for field in fields(DualEncoderTowers)}
     return DualEncoderTowers(**{name: value for name, value in towers.items() if name in field_names})
@@ -286,7 +286,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
     """Read the weights that a checkpoint omits; return None if the checkpoint is complete.
 
     Raises:
-        UserError: The checkpoint is damaged; or the weights are missing, or have changed since the training.
+        UserError: The checkpoint is damaged, or the weights are missing or have changed since training.
     """
     metadata = read_metadata(checkpoint)
     if not metadata.base:
@@ -308,7 +308,7 @@ def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
 
 
 def complete_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint (its EMA if it has one), with adapters merged into their matrices.
+    """Return all weights of a checkpoint, averaged (EMA) if available, with adapters merged into their matrices.
 
     Raises:
         UserError: The checkpoint cannot be read, or `open_base` cannot read the weights that it omits.
@@ -343,7 +343,7 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
         UserError: `text` has no text tower.
     """
     if not any(_root(name) == "text" for name in text.tensors):
-        raise UserError(f"{title}: there is no text tower", hint="pass weights with a text tower to --init.text")
+        raise UserError(f"{title} has no text tower", hint="pass weights with a text tower to --init.text")
 
     def merge_towers(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
         merged = {name: value for name, value in video_values.items() if _root(name) not in TEXT_COMPONENTS}

@@ -1,6 +1,6 @@
 """Names and configuration of VideoMAE's own checkpoints (pre-trained and fine-tuned) and of Hugging Face's models.
 
-VideoMAE V2 uses the same names as VideoMAE. Fine-tuned checkpoints have the encoder's names without `encoder.`.
+VideoMAE V2 uses the same names as VideoMAE. In fine-tuned checkpoints, encoder names lack the prefix `encoder.`.
 Queries, keys and values share a matrix without bias; the biases of queries and values are `attn.q_bias` and
 `attn.v_bias`, as in our tower. Positional embeddings are fixed, so checkpoints do not contain them. The values of a
 cube are in the same order as in our tower (t p p c).
@@ -89,7 +89,7 @@ from_videomae = NAMES.read
 
 
 def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict for VideoMAE. With a classifier, it has the names of a fine-tuned model.
+    """Return our tensors as a state dict for VideoMAE. A classifier gets the names of a fine-tuned model.
 
     Raises:
         ValueError: VideoMAE has no parameter for one of our tensors.
@@ -101,7 +101,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Export:
-    """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`, for `weights_only=True`.
+    """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`, without other objects.
 
     Raises:
         UserError: VideoMAE's code does not support the activation.
@@ -109,7 +109,7 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     if trunk.activation != VIDEOMAE.facts.activation:
         raise UserError(
             f"VideoMAE's code does not support {trunk.activation} (--towers.activation)",
-            hint="use --format hf, which supports it",
+            hint="use --format hf, which supports this activation",
             flags=("--towers.activation",),
         )
     remarks = []
@@ -120,7 +120,8 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
         )
     if weights[CONV].shape[1] == _RGB and (init.pixel_mean, init.pixel_std) != (IMAGENET_MEAN, IMAGENET_STD):
         remarks.append(
-            "this run normalises pixels unlike VideoMAE (--init.pixel-mean), which a checkpoint does not record"
+            "this run normalises pixels differently from VideoMAE (--init.pixel-mean), but a checkpoint does not "
+            "record that"
         )
 
     def write(folder: Path) -> None:
@@ -174,9 +175,9 @@ VIDEOMAE = Format(
 
 # Names, configuration and exported folders of Hugging Face's VideoMAEForPreTraining and VideoMAEForVideoClassification.
 #
-# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, whatever the
-# parameters are called in the version of transformers that wrote them, except for some releases of version 5. The
-# values of a cube are in the same order as in our tower (t p p c).
+# A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, even
+# if the version of transformers that wrote them uses different names for the parameters. Some releases of version 5 are
+# exceptions. The values of a cube are in the same order as in our tower (t p p c).
 
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
@@ -210,8 +211,8 @@ HF_NAMES = NameTable(
         for tower, layer in _LAYERS.items()
         for theirs, ours in (("query", "q"), ("value", "v"))
     },
-    # Some versions of transformers give keys a bias. It adds the same value to all scores of a query, and softmax
-    # cancels it.
+    # Some versions of transformers give keys a bias. This bias adds the same value to all scores of a query,
+    # and softmax cancels it.
     ignored=(f"{_ATTENTION}.key.bias",),
     canonical=lambda name: (
         f"videomae.{name}" if name.startswith(("embeddings.", "encoder.layer.", "layernorm.")) else name
@@ -296,7 +297,7 @@ def exported_videomae(
     if not shape.image_px:
         raise UserError(
             "run.json does not record the size of the latents, which config.json requires",
-            hint="use --format videomae, which does not need it",
+            hint="use --format videomae, which does not need the size",
         )
     is_rgb = num_channels == _RGB
     encoder: dict[str, Any] = {

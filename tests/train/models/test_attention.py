@@ -94,7 +94,7 @@ def test_a_packing_knows_where_each_token_stands() -> None:
         (length, where.tolist()) for length, where in pack((2, 1, 2), device=torch.device("cpu")).tokens_by_length
     ]
     assert by_length == [(1, [2]), (2, [0, 1, 3, 4])]
-    with pytest.raises(ValueError, match="each needs a token"):
+    with pytest.raises(ValueError, match="each sequence needs at least one token"):
         pack((2, 0), device=torch.device("cpu"))
 
 

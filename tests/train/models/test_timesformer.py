@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TimesformerConfig, TimesformerModel
 
 from clipmill.train.models.attention import Attend, attend_naively, attend_with_sdpa
-from clipmill.train.models.timesformer import TimeSformer, nearest_positions, nearest_times
+from clipmill.train.models.timesformer import TimeSformer, interpolate_positions, interpolate_times
 from clipmill.train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
 from clipmill.train.models.video_vit import VideoViTSize
 from clipmill.train.weights.hf_caption import from_hf_caption
@@ -81,7 +81,7 @@ def test_tokens_and_gradients_are_transformers(theirs: TimesformerModel, attend:
 
 def test_pictures_of_another_size_are_transformers_with_the_nearest_places(theirs: TimesformerModel) -> None:
     weights = our_weights(theirs)
-    weights["positional_embedding"] = nearest_positions(weights["positional_embedding"], 36)
+    weights["positional_embedding"] = interpolate_positions(weights["positional_embedding"], 36)
     video = clips(2, image_px=48)
     states = in_their_order(ours_with(weights, image_px=48)(video), patches=36)
     torch.testing.assert_close(states, theirs(for_them(video)).last_hidden_state, atol=1e-11, rtol=0)
@@ -96,13 +96,13 @@ def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: 
         bias = embeddings.patch_embeddings.projection.bias
         assert bias is not None
         without_times = embeddings.position_embeddings[0, 1:] + bias
-        expected = without_times[:, None] + nearest_times(embeddings.time_embeddings[0], num_frames)
+        expected = without_times[:, None] + interpolate_times(embeddings.time_embeddings[0], num_frames)
         torch.testing.assert_close(embedded, expected, atol=1e-12, rtol=0)
 
 
 def test_places_of_no_square_are_refused() -> None:
     with pytest.raises(ValueError, match="square"):
-        nearest_positions(torch.zeros(17, 4), 12)
+        interpolate_positions(torch.zeros(17, 4), 12)
 
 
 def test_less_is_kept_for_the_backward_pass_than_of_all_that_is_computed(theirs: TimesformerModel) -> None:

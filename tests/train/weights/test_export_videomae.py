@@ -103,7 +103,7 @@ def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
     printed = capsys.readouterr().out
     assert (
         "layer norms with eps 1e-06, but this run uses 1e-09" in printed
-        and "normalises pixels unlike VideoMAE" in printed
+        and "normalises pixels differently from VideoMAE" in printed
     )
     state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
     assert {"encoder.blocks.1.attn.q_bias", "decoder.blocks.1.mlp.fc2.weight", "mask_token"} <= state.keys()

@@ -141,7 +141,7 @@ def test_another_embedding_width_learns_new_projections_and_a_new_temperature(st
     assert torch.equal(model.video.proj, before) and fitted.logit_scale is None
     dropped = {change.name: change.why for change in fitted.fitted.changes if change.kind == "dropped"}
     assert dropped.keys() == {"video.proj", "text.text_projection", "logit_scale"}
-    assert dropped["video.proj"] == "the embedding has 16 numbers here, 24 there: a new projection is learned"
+    assert dropped["video.proj"] == "embedding width 16 in the model, 24 in the weights: a new projection is learned"
 
 
 def test_a_model_without_a_text_tower_takes_the_video_tower_alone(state: State) -> None:
@@ -193,7 +193,7 @@ def test_the_report_for_run_json_names_every_change(state: State) -> None:
             "origin": "",
             "old": None,
             "new": (4, 64),
-            "why": "as --towers.temporal says",
+            "why": "initialised according to --towers.temporal",
         }
     ]
 

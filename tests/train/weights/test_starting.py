@@ -107,7 +107,7 @@ def test_the_text_tower_starts_from_a_source_of_its_own(
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
     for flags, problem in (
         (("--init.text", text), f"--init.text is {text}, but the video tower has no weights"),
-        (("--init.weights", text, "--init.text", tower), "there is no text tower"),
+        (("--init.weights", text, "--init.text", tower), "has no text tower"),
         (("--init.weights", text, "--init.text", "nowhere"), "cannot read the weights nowhere"),
         (
             ("--init.weights", text, "--init.text", text, "--text-tower", "frozen"),

@@ -22,7 +22,7 @@ from clipmill.train.models.attention import Attend
 from clipmill.train.models.captioner import Captioner, Gpt2, Gpt2Size, VideoTower, gpt2_size
 from clipmill.train.models.dual_encoder import size_of
 from clipmill.train.models.library_towers import LibraryImage, image_tower, num_heads_of
-from clipmill.train.models.timesformer import TimeSformer, nearest_positions, nearest_times
+from clipmill.train.models.timesformer import TimeSformer, interpolate_positions, interpolate_times
 from clipmill.train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
 from clipmill.train.models.video_vit import clip_tower
 from clipmill.train.models.videomae import VideoMAEEncoder
@@ -537,6 +537,6 @@ def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, 
         count = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
         if len(tensors[name]) != count:
             say(f"weights: {kind} embeddings resized from {len(tensors[name])} to {count} (nearest)")
-            resize = nearest_times if name == _TIMES else (lambda old, count: nearest_positions(old, count - 1))
+            resize = interpolate_times if name == _TIMES else (lambda old, count: interpolate_positions(old, count - 1))
             resized[name] = resize(tensors[name], count)
     return resized
