@@ -148,11 +148,11 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     reseal(path)
     with pytest.raises(UserError, match=r"'\.\./elsewhere' is not a file name") as caught:
         read_weights(path)
-    assert caught.value.hint == "remove it: there is no earlier checkpoint, so training restarts at step 0"
+    assert "training then restarts at step 0, because there is no earlier checkpoint" in str(caught.value.hint)
     write(tmp_path, 2)
     with pytest.raises(UserError) as caught:
         read_weights(path)
-    assert caught.value.hint == "remove it: step_000002 is used instead"
+    assert caught.value.hint == "remove this checkpoint; step_000002 is then used instead"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         check_fits(path, read_table(path), expected, prefix="model.")
     assert str(caught.value).partition("; ")[2] == (
-        "missing: model.c [4]; unexpected: model.b [2]; of a different shape: model.a.weight [2, 3] to [3, 3]"
+        "missing: model.c [4]; unexpected: model.b [2]; of a different shape: model.a.weight [2, 3] instead of [3, 3]"
     )
 
 

@@ -45,7 +45,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     assert max(all_checkpoints(folder)) == 5
     with pytest.raises(UserError, match=r"step_000005 contains .* not finite .* in model\.0\.weight") as caught:
         train_plane(chosen, PlaneTask())
-    assert caught.value.hint == "remove it: step_000004 is used instead"
+    assert caught.value.hint == "remove this checkpoint; step_000004 is then used instead"
 
 
 class IdleTask(PlaneTask):

@@ -37,7 +37,7 @@ from clipmill.train.doctor.commands import doctor_facts
 from clipmill.train.engine.loop import check_batch, describe_epochs, train
 from clipmill.train.engine.metrics import FACT, consumption_entry
 from clipmill.train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
-from clipmill.train.engine.task import check_stages, describe_parameters, outline
+from clipmill.train.engine.task import build_meta_model, check_stages, describe_parameters
 from clipmill.train.models.attention_choice import choose_attention, describe_fallback, kernels_fact
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
@@ -178,7 +178,7 @@ def _train(
         if source is None
         else task.start_from(source, samples, say=(lambda _: None) if has_weights else progress.say)
     )
-    model = outline(task, samples)
+    model = build_meta_model(task, samples)
     parameters = describe_parameters(task, model)
     fallback = [*describe_fallback(attention, model, device=device, products=precision.matmul_dtype)]
     # Create the folder after all checks, so that a mistake in the flags leaves nothing behind.

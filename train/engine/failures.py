@@ -7,7 +7,7 @@ The life of a failed sample ("why was this sample skipped?"):
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. If the failures
-   of one loader exceed the limit, the loader raises `TooManyFailures`; its failures are counted like all others.
+   of one loader exceed the limit, the loader raises `TooManyFailures`. These failures are counted like all others.
 4. A resumed run removes the lines of samples after its checkpoint, and loads these samples again. The results page
    lists the remaining failures.
 
@@ -34,7 +34,7 @@ from clipmill.train.run.folder import RunFolder, append_lines, keep_lines
 
 @dataclass(frozen=True)
 class SyncedBatch:
-    """Batch of this rank, with values that are equal on all ranks.
+    """Batch of this rank, and values that are the same on all ranks.
 
     Attributes:
         loaded: Batch of this rank. In a pipeline, only the first stage has the frames.
@@ -124,7 +124,8 @@ class FailureLog:
             self._has_warned = True
             sys.stderr.write(
                 f"note: a sample could not be loaded and is skipped: {last}; the run ends if more than "
-                f"{self._max_failures} samples fail (--max-failures), listed in {self._path}{_remedy(failed)}\n"
+                f"{self._max_failures} samples fail (--max-failures); all failures are listed in "
+                f"{self._path}{_remedy(failed)}\n"
             )
 
 
@@ -211,7 +212,7 @@ def memory_error(
 
 
 def largest_fit(microbatch: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return a number of samples that probably fits if `microbatch` did not, as a power of two; None if none fits.
+    """Return a power of two: the number of samples that probably fit. Return None if a single sample does not fit.
 
     A sample needs at least (peak - before) / microbatch bytes. It may need more, because the peak is measured when
     memory runs out, not after a complete step. The result is therefore at most half of `microbatch`.

@@ -76,7 +76,7 @@ def train(
         UserError: The checkpoint does not fit the run, a batch is larger than the training set, or memory ran out.
     """
     check_batch(settings, samples)
-    # The loop uses numbers of steps. Checkpoints store the settings as the user specified them, possibly in epochs.
+    # The loop counts in steps. Checkpoints store the settings as the user specified them, possibly in epochs.
     step_settings = convert_epochs(settings, epoch_steps(settings, samples))
     state = new_state(task, samples, settings, world=world, device=device)
 
@@ -138,14 +138,14 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Get the next batch. If a rank has no batch, no rank takes the step, because collectives would never end.
+            # Get the next batch. If a rank has no batch, no rank takes the step: its collectives would never end.
             began = log.end or DeviceEvent(device)
             try:
                 synced = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
                 log.settle()  # a non-finite loss of the previous step is reported first, on all ranks
                 if state.step:
-                    save({})  # the weights are valid: only the loading of data failed
+                    save({})  # the weights are valid: only data loading failed
                     writer.wait()
                 raise
             if synced.stops:
@@ -181,8 +181,8 @@ def train(
 
             # Evaluate and save, but first read the metrics of this step, which show whether the weights are finite.
             is_last = state.step == settings.steps
-            every = num_steps(step_settings.evaluate.every)
-            is_evaluated = bool(every) and (state.step % every == 0 or is_last)
+            interval = num_steps(step_settings.evaluate.every)
+            is_evaluated = bool(interval) and (state.step % interval == 0 or is_last)
             is_saved = state.step % step_settings.checkpoint_every == 0 or is_last
             if is_evaluated or is_saved:
                 evaluation: dict[str, float] = {}
@@ -268,7 +268,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
 
 def _epoch(state: State, samples: TrainingSet, settings: TrainingSettings) -> float:
     """Return the number of completed epochs, including fractions; 0 for an endless training set."""
-    # Do not use the position of the cursor: it counts failed samples of other ranks, and how many of them it counts
+    # Do not use the position of the cursor: the position also counts failed samples of other ranks, and their number
     # depends on where the run was resumed.
     visits = samples.visits_per_epoch
     return state.step * settings.batch / visits if visits else 0.0
@@ -310,10 +310,10 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 
 def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterator[str]:
-    """Yield a description of an epoch if a setting is in epochs, for the log.
+    """Yield a line for the log that describes an epoch, if a setting is given in epochs.
 
     Raises:
-        UserError: A setting is in epochs, but the length of an epoch is unknown.
+        UserError: A setting is given in epochs, but the length of an epoch is unknown.
     """
     steps = epoch_steps(settings, samples)
     if converted := epoch_remarks(settings, steps):
@@ -361,7 +361,7 @@ class StopSignal:
 
 @contextmanager
 def resume_hint(run: RunFolder, *, command: str) -> Iterator[None]:
-    """Add the command that resumes the run to a KeyboardInterrupt (Ctrl-C) within the block, as its message."""
+    """If Ctrl-C interrupts the block, raise a KeyboardInterrupt whose message is the command that resumes the run."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -24,7 +24,7 @@ from clipmill.train.run.tracking import Trackers
 
 # For each matrix product of the forward pass, the backward pass computes two.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no FLOP formula for attention on a CPU. Use the formula for GPUs, because the FLOPs are equal.
+# torch 2.11 has no FLOP formula for attention on a CPU. Use the formula for GPUs, because the FLOPs are the same.
 flop_registry.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
@@ -89,8 +89,8 @@ class Throughput:
     def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
         """Return the metrics of a step, for metrics.jsonl.
 
-        `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is omitted if the
-        peak FLOP/s of the GPU are unknown.
+        `gpu_memory_gb` is the peak of allocated memory since the process started, in 10^9 bytes. `mfu` is omitted if
+        the peak FLOP/s of the GPU are unknown.
 
         Args:
             step_s: Time of the step in seconds, including `waited_s`.
@@ -113,7 +113,7 @@ class Throughput:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counter of the FLOPs in a block, by torch's formulas for matrix products, convolutions and attention.
+    """Counter of the FLOPs in a block. It uses torch's formulas for matrix products, convolutions and attention.
 
     Attributes:
         num_flops: Number of FLOPs so far.
@@ -136,7 +136,7 @@ class FlopCounter(TorchDispatchMode):
         elif packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
-            # The operator of xformers, which wraps torch's kernel, has no formula and takes one more argument.
+            # This operator of xformers wraps torch's kernel. It has no formula, and takes one more argument.
             query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
@@ -149,16 +149,16 @@ def efficient_flops(
     value: torch.Tensor,
     bias: Any = None,
     cu_seqlens_q: torch.Tensor | None = None,
-    *others: Any,
-    **options: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
-    """Return the FLOPs of the memory-efficient kernel of xformers, with inputs [B, M, H, K].
+    """Return the FLOPs of xformers' memory-efficient kernel for inputs [B, M, H, K].
 
-    torch's formula for inputs without sequence bounds takes [B, H, M, K].
+    torch's formula for inputs without sequence bounds expects [B, H, M, K].
     """
     if cu_seqlens_q is not None:
         formula = flop_registry[torch.ops.aten._efficient_attention_forward]
-        return int(formula(query, key, value, bias, cu_seqlens_q, *others, **options))
+        return int(formula(query, key, value, bias, cu_seqlens_q, *args, **kwargs))
     return int(sdpa_flop_count(*(x.transpose(1, 2).shape for x in (query, key, value))))
 
 
@@ -203,7 +203,7 @@ _NOT_IN_TABLE = re.compile(r"\bMIG\b|\b(Laptop|Max-Q|Mobile)\b|\bRTX \d+ (D|Ti|S
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU in bf16, fp16 or tf32; None if its name (in torch) is not in the table."""
+    """Return the peak FLOP/s of a GPU in bf16, fp16 or tf32; None if the name or the precision is not in the table."""
     names = [name for name in _TFLOPS if re.search(rf"(?<![\w-]){re.escape(name)}\b", device_name)]
     if not names or _NOT_IN_TABLE.search(device_name) or precision not in ("bf16", "fp16", "tf32"):
         return None
@@ -214,15 +214,15 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return _TFLOPS[name] * 1e12
 
 
-# Checks that end a run before a checkpoint is saved: a loss, gradient or state is not finite, or gradients are zero.
+# Checks that end a run before a checkpoint is saved: for a non-finite loss, gradient or state, and for zero gradients.
 
 _MAX_LISTED = 3  # maximum number of tensors in a message
-_NUM_IDLE = 10  # the run ends if this many first steps have zero gradients; later, a trained model may have such steps
+_NUM_IDLE = 10  # the run ends if all gradients of this many initial steps are zero; later steps are not checked
 
 
 @dataclass(frozen=True)
 class BatchIds:
-    """Identifiers of a rank's samples in a step, for error reports. Keeping the frames would fill the GPU.
+    """Identifiers of a rank's samples in a step, for error reports. The frames would take up GPU memory.
 
     Attributes:
         keys: Keys of the chunks, as in the batch.
@@ -234,9 +234,9 @@ class BatchIds:
 
 
 def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
-    """Raise an error on all ranks if a value that they share is not finite.
+    """Raise an error on all ranks if a value is not finite. The value must be the same on all ranks.
 
-    Before that, rank 0 writes the keys of all samples in the step to bad_batch.json.
+    Rank 0 first writes the keys of all samples in the step to bad_batch.json.
 
     Args:
         what: Name of the value, for the message.
@@ -253,7 +253,7 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
     ranks = step.world.gather_objects(samples)
     if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
-    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
+    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of the batch are in {path}")
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
@@ -276,7 +276,7 @@ def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str
     Some losses store logarithms that are -inf until a sample is first visited, so -inf is allowed in their state.
 
     Args:
-        tensors: Tensors by their names in checkpoints, complete or sharded.
+        tensors: Complete or sharded tensors, keyed by their names in checkpoints.
     """
     parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     parts = {name: part.detach() for name, part in parts.items() if part.numel()}
@@ -302,8 +302,8 @@ class PendingStep:
     """Step whose metrics the device may still be computing.
 
     Attributes:
-        metrics: `loss`, `grad_norm` and other metrics for metrics.jsonl, without throughput and evaluation.
-        began: Event at the end of the previous step on the device. For the first step, event at its start on the host.
+        metrics: `loss`, `grad_norm` and other metrics for metrics.jsonl, except throughput and evaluation metrics.
+        began: Event at the end of the previous step; for the first step, an event recorded before its batch was loaded.
         waited_s: Time that the host waited for the batch, in seconds.
         num_failed: Number of samples that have failed so far.
         batch: Samples of this rank.
@@ -322,7 +322,7 @@ class PendingStep:
 
 
 class MetricsLog:
-    """Log of metrics that is one step late, because the device may still compute a step while the host starts the next.
+    """Log of metrics, one step late: the device may still be computing a step while the host starts the next one.
 
     The log holds the pending step, waits for its metrics, checks that they are finite, and passes them to the trackers.
     Every step is logged once, and in order. All ranks must call the methods in the same order.
@@ -350,7 +350,7 @@ class MetricsLog:
 
     @property
     def end(self) -> DeviceEvent | None:
-        """Event at which the pending step ends on the device; None without a pending step."""
+        """Event at which the pending step ends on the device; None if no step is pending."""
         return None if self._pending is None else self._pending.metrics.end
 
     def add(self, pending: PendingStep) -> None:
@@ -396,10 +396,10 @@ class MetricsLog:
 
         Args:
             evaluation: Metrics of an evaluation after the step.
-            batch_metrics: Metrics of the evaluation with one value per batch.
+            batch_metrics: Metrics of this evaluation that have one value per batch.
 
         Raises:
-            FailedWork: The same errors as in `check`. The step is then not logged.
+            FailedWork: See `check`. The step is then not logged.
         """
         self._check()
         pending, self._pending = self._pending, None
@@ -409,7 +409,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | more)
 
     def close(self) -> None:
-        """Log the pending step if its metrics are finite, without communication. Call this method after errors too."""
+        """Log the pending step if its metrics are finite, without communication. Also call this after an error."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return
@@ -439,7 +439,7 @@ class MetricsLog:
 #
 # At each checkpoint, all ranks add up their consumption since the run was started or resumed. The consumption between
 # the last checkpoint and a kill is not recorded. Energy is measured by NVIDIA's driver (NVML) and covers only the GPUs.
-# It is omitted unless the driver measures it for every GPU of the run.
+# Energy is omitted unless the driver measures it for every GPU of the run.
 
 FACT = "consumption"
 _JOULES_PER_KWH = 3.6e6
@@ -454,7 +454,7 @@ class Consumption:
         self._began_s, self._began_j = time.monotonic(), _energy_j(device)
 
     def measure(self) -> Callable[[], None]:
-        """Return a function that writes the current sums over all ranks to run.json. Only rank 0 calls it."""
+        """Return a function that writes the current sums over all ranks to run.json. Only rank 0 may call it."""
         if self._device.type != "cuda":
             return lambda: None
         now_j = _energy_j(self._device)
@@ -487,5 +487,5 @@ def _energy_j(device: torch.device) -> float | None:
 
 
 def consumption_entry(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the `consumption` entry of a run.json, which a resumed run keeps; {} if there is no such entry."""
+    """Return the `consumption` entry of run.json, so that a resumed run keeps it; {} if there is no such entry."""
     return {FACT: facts[FACT]} if FACT in facts else {}

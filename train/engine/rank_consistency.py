@@ -21,7 +21,7 @@ from clipmill.train.distributed.launch import COMMAND, Start, difference
 from clipmill.train.distributed.world import World
 from clipmill.train.run.environment import versions
 
-# Flags for the location of the data and the speed of reading, which do not affect the trained weights.
+# Flags for the location of the data and the speed of reading. They do not affect the trained weights.
 MACHINE_FLAGS = frozenset({"shards", "cache", "cache_size", "workers", "batches_ahead"})
 SAME_LAUNCH = (
     "start every rank with the same command and flags, and the same versions of clipmill and torch; only "

@@ -107,7 +107,7 @@ class State:
         return CheckpointMetadata(
             task=task.name,
             step=self.step,
-            # All pipeline stages of a replica have the same cursor, so gather the cursors of the replicas only.
+            # All pipeline stages of a replica have the same cursor, so gather one cursor per replica.
             loader=world.replicas.gather_objects(loader),
             settings=weight_settings(settings),
             precision=self.precision.state_dict(),
@@ -123,8 +123,8 @@ class State:
         All ranks must call this method. The checkpoint may have been written by a different number of ranks.
 
         Raises:
-            UserError: The checkpoint cannot be read, contains values that are not finite, or belongs to a different
-                task, model or training set, or to different settings.
+            UserError: The checkpoint cannot be read, contains values that are not finite, or was written with a
+                different task, model or training set, or with different settings.
         """
         facts = read_metadata(path, world=world)
         if facts.task != task.name:
@@ -141,10 +141,10 @@ class State:
         fill(path, table, weights | flat, world=world)
         # The state dict of an optimizer numbers the parameters in the order of its groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         optimized = self._optimized_parameters()
         optimizer_state = self.optimizer.state_dict()
-        optimizer_state["state"] = {numbers[id(optimized[name])]: state for name, state in moments.items()}
+        optimizer_state["state"] = {indices[id(optimized[name])]: state for name, state in moments.items()}
         self.optimizer.load_state_dict(optimizer_state)
         if (names := find_non_finite(self.tensors(), world=world)) is not None:
             raise UserError(
@@ -152,7 +152,7 @@ class State:
                 hint=removal_hint(path),
             )
         if self.base is not None:
-            # Use the absolute path in the checkpoint: the run may be resumed from a different working directory.
+            # Use the absolute path from the checkpoint: the run may be resumed in a different working directory.
             self.base = replace(self.base, weights=facts.base["weights"])
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
@@ -161,7 +161,7 @@ class State:
 
     @contextmanager
     def evaluation_model(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode, unsharded on every rank. If the run uses EMA, it has the EMA weights."""
+        """Yield the model in evaluation mode, unsharded on every rank. With EMA, the model has the averaged weights."""
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swap_in(self.model))
@@ -208,7 +208,7 @@ def new_state(
 ) -> State:
     """Return the state of a run before the first step. The initial weights depend only on the seed."""
     torch.manual_seed(settings.seed)
-    # Build the complete model before taking a stage from it, so that initial weights do not depend on the stages.
+    # Build the complete model before taking a stage from it, so that initial weights do not depend on stages.
     model = take_stage(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     set_training_mode(model)
@@ -252,12 +252,12 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     weights = {f"{prefix}{plain_name(name)}": tensor for name, tensor in module.state_dict().items()}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is not a tensor: checkpoints hold tensors only")
+            raise TypeError(f"{name} is not a tensor: checkpoints can hold only tensors")
     return weights
 
 
 def _gather_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """Return the tensors of all pipeline stages; if there are several stages, as tensors on the meta device."""
+    """Return the tensors of all pipeline stages. If there are several stages, all tensors are on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(tensor.shape) for name, tensor in tensors.items()}

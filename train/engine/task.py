@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """Training task, as the loop uses it.
+    """Training task, as seen by the training loop.
 
     Attributes:
         name: Name on the command line.
@@ -54,15 +54,15 @@ class Task(Protocol):
     columns: tuple[str, ...]
 
     def training_set(self, world: World) -> TrainingSet:
-        """Return this rank's part of the training samples: `batch / world.size` of each batch."""
+        """Return this rank's training samples: `batch / world.size` samples of each batch."""
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """Return a new model for samples of this task. torch's default generator initialises the weights."""
+        """Return a new model for `samples`. Its weights are drawn from torch's default generator."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """Return the objective. If it stores values for each sample of `samples`, they are sharded over the ranks."""
+        """Return the objective. If the objective stores a value for each sample, the ranks shard these values."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -70,10 +70,11 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
-        """Evaluate a model during training, and return metrics that are equal on all ranks; {} without evaluations.
+        """Evaluate a model during training. Return the same metrics on all ranks; {} if there are no evaluations.
 
-        There is one evaluation for each entry of `settings.evaluated_data()`; its metrics are named `<name>/<metric>`.
-        A list contains one value per batch, such as the loss. Lists are logged, but --best cannot select them.
+        There is one evaluation for each entry of `settings.evaluated_data()`. Its metrics are keyed `<name>/<metric>`,
+        with the name of the entry. A metric that is a list contains one value per batch, such as the loss; it is
+        logged, but --best cannot select it.
 
         All ranks call this method at the same step, with the model in evaluation mode and without gradients. Forward
         passes must not communicate, because their number may differ between ranks.
@@ -82,14 +83,14 @@ class Task(Protocol):
 
 
 class StartableTask(Task, Protocol):
-    """Task that the commands can start: its model can be initialised from weights, and run.json describes it."""
+    """Task that the commands can start. Its model can be initialised from weights, and run.json describes the task."""
 
     def training_set(self, world: World) -> NamedSamples:
-        """Return this rank's part of the training samples."""
+        """Return this rank's training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> "LoadedWeights":
-        """Let `build_model` initialise models from these weights.
+        """Make `build_model` initialise models from the weights in `source`.
 
         Raises:
             UserError: The weights do not fit the model.
@@ -97,7 +98,7 @@ class StartableTask(Task, Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of run.json about this task. The training set must be open."""
+        """Return the entries about this task for run.json. The training set must already be open."""
         ...
 
     def files(self) -> dict[str, bytes]:
@@ -115,8 +116,8 @@ class PipelineTask(Protocol):
         """Return the layers of a model, in order."""
         ...
 
-    def part(self, model: Any, layers: range) -> nn.Module:
-        """Move the given layers of the model into a new module, and return this module. Parameters keep their names."""
+    def extract_layers(self, model: Any, layers: range) -> nn.Module:
+        """Move the given layers of the model into a new module, and return the module. Parameters keep their names."""
         ...
 
 
@@ -124,7 +125,8 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
     """Check on the meta device that the model of a task can be cut into --parallel.stages stages.
 
     Raises:
-        UserError: The model cannot be cut into stages, or not into this many, or the microbatches do not fit.
+        UserError: The model cannot be cut into this many stages, or a batch cannot be divided into suitable
+            microbatches.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
@@ -132,8 +134,8 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
     if not isinstance(task, PipelineTask):
         raise UserError(
             f"--parallel.stages {parallel.stages} is not supported: "
-            f"the models of train {task.name} cannot be cut into stages",
-            hint="use --parallel.strategy fsdp for models that are larger than a GPU",
+            f"models trained by train {task.name} cannot be cut into stages",
+            hint="use --parallel.strategy fsdp if the model does not fit on one GPU",
             flags=("--parallel.stages",),
         )
     from clipmill.train.distributed.pipeline import check_microbatches, partition
@@ -157,10 +159,10 @@ def take_stage(task: object, model: nn.Module, parallel: ParallelSettings, *, st
 
     assert isinstance(task, PipelineTask)
     layers_of_stages = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
-    return task.part(model, layers_of_stages[stages.rank])
+    return task.extract_layers(model, layers_of_stages[stages.rank])
 
 
-# Parts of pretrained models that a video tower does not use: descriptions by prefix of the tensor names.
+# Parts of pretrained models that a video tower does not use: descriptions, keyed by the prefix of the tensor names.
 UNUSED_PARTS = {
     "text.": "the text tower",
     "head.": "a classifier's last layer (head)",
@@ -179,14 +181,14 @@ class ClipTask(Generic[Settings, Samples, Model]):
     """Base class of tasks that train a video tower on clips.
 
     The class stores the settings, device and initial weights, and prepares the input of the model. A subclass adds
-    samples, model and objective. Tasks outside of clipmill may derive from this class too, but the loop requires only
-    the interface of `StartableTask`.
+    samples, model and objective. Tasks outside clipmill may also derive from this class, but clipmill requires only the
+    interface of `StartableTask`.
 
     Args:
         shape: Shape of the model, if existing weights determine it; `build_model` then needs no samples.
 
     Attributes:
-        base: Frozen weights that checkpoints omit. `start_from` sets them in a run with adapters; otherwise None.
+        base: Frozen weights that checkpoints omit. Set by `start_from` in a run with adapters; None otherwise.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         self._evaluations: dict[str, dict[str, Any]] = {}
 
     def with_data(self, shards: str | None) -> Self:
-        """Return a copy of the task, with its classes or tokenizer, for the data of an evaluation during training.
+        """Return a copy of the task, with the same classes or tokenizer, for the data of an evaluation during training.
 
         Args:
             shards: Data of the evaluation; None for the data of the run.
@@ -234,13 +236,13 @@ class ClipTask(Generic[Settings, Samples, Model]):
         samples: "EvaluatedSet",
         *,
         averaged_items: tuple[int, str] | None = None,
-        **more: str,
+        **entries: str,
     ) -> None:
         """Record the data of an evaluation during training, for run.json and the results page.
 
         Args:
             averaged_items: Number and noun of the items that the metrics are averaged over; None for clips.
-            more: Additional entries about the evaluation.
+            entries: Additional entries about the evaluation.
         """
         from clipmill.train.data.held_out import held_out_facts
 
@@ -252,7 +254,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             "split": evaluated.split,
             "data": samples.describe(),
             "variant": samples.variant_name,
-            **more,
+            **entries,
             **({"caution": "; ".join(cautions)} if cautions else {}),
         }
 
@@ -267,13 +269,13 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return fit_to(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_all_parameters(self, model: Model, source: Source, *, say: Say) -> "LoadedWeights":
-        """Fit weights to all parameters of a model, on any device, for `load_all_parameters` of weights/loading.py."""
+        """Fit weights to all parameters of a model on any device, for `load_all_parameters` in weights/loading.py."""
         from clipmill.train.weights.loading import fit_to
 
         return fit_to(model, source, say=say)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> "LoadedWeights":
-        """Let `build_model` initialise models from these weights.
+        """Make `build_model` initialise models from the weights in `source`.
 
         Raises:
             UserError: The weights do not fit the model; see `clipmill.train.weights.loading.fit_to`.
@@ -282,7 +284,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
             model = self.new_model(samples)
         self._start = self.fit_weights(model, source, say=say)
         if self._settings.lora.rank:
-            self.base = self._base(self.tune(model), source)
+            self.base = self._base(self.freeze_and_adapt(model), source)
         return self._start
 
     def _base(self, model: Model, source: Source) -> Base:
@@ -309,16 +311,16 @@ class ClipTask(Generic[Settings, Samples, Model]):
             from clipmill.train.weights.loading import copy_into
 
             copy_into(model, self._start)
-        model = self.tune(model)
+        model = self.freeze_and_adapt(model)
         if self._settings.compile:
             compile_blocks(model)
         return model
 
-    def tune(self, model: Model) -> Model:
+    def freeze_and_adapt(self, model: Model) -> Model:
         """Freeze parts of a new model and add adapters, as the settings specify.
 
-        In a tower with adapters, the tensors that the initial weights lack are trained too, such as a new projection,
-        or a temporal embedding if the weights are from an image model.
+        In a tower with adapters, tensors that are missing from the initial weights are also trained, such as a new
+        projection, or a temporal embedding if the weights come from an image model.
         """
         freeze(model, map(frozen_part, self._settings.freeze))
         for tower in adapted_towers(self._settings):
@@ -343,7 +345,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 parameter.requires_grad_(True)
 
     def pretrained_towers(self) -> Sequence[Tower]:
-        """Return the towers with adapters, whose weights --init.weights must contain."""
+        """Return the towers that get adapters. --init.weights must contain the weights of these towers."""
         return adapted_towers(self._settings)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -357,7 +359,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return [*settings.freeze, *adapted]
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry of run.json about the evaluations during training, by name; {} without evaluations."""
+        """Return the entry for run.json about the evaluations during training, keyed by name; {} if there are none."""
         return {"evaluations": self._evaluations} if self._evaluations else {}
 
     def files(self) -> dict[str, bytes]:
@@ -365,12 +367,12 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return {}
 
     def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
-        """Return normalised clips [B, C, T, H, W] for a slice of a batch; in training, they are augmented.
+        """Return the normalised clips [B, C, T, H, W] in a slice of a batch, augmented if `is_training`.
 
         Clips from several cameras have shape [B, V, C, T, H, W]. All views of a clip are augmented in the same way.
 
         Args:
-            mean, std: Mean and standard deviation per channel, unless --init.pixel-mean and --init.pixel-std are set.
+            mean, std: Mean and standard deviation per channel. --init.pixel-mean and --init.pixel-std override them.
         """
         settings, init = self._settings, self._settings.init
         positions = batch["position"][rows].numpy() if is_training else None
@@ -390,7 +392,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
 
 
 def drop_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
-    """Remove the weights of parts that a model does not have, and print which parts are not used.
+    """Remove the weights of parts that a model lacks, and print a list of these parts.
 
     Args:
         parts: Descriptions of parts, keyed by the prefix of their tensor names.
@@ -405,17 +407,17 @@ def drop_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say
     return replace(source, converted=replace(source.converted, tensors=kept))
 
 
-def outline(task: Task, samples: Any) -> nn.Module | None:
+def build_meta_model(task: Task, samples: Any) -> nn.Module | None:
     """Return the model that a `ClipTask` trains, on the meta device; None for any other task."""
     if not isinstance(task, ClipTask):
         return None
     with torch.device("meta"):
-        model: nn.Module = task.tune(task.new_model(samples))
+        model: nn.Module = task.freeze_and_adapt(task.new_model(samples))
     return model
 
 
 def describe_parameters(task: Task, model: nn.Module | None) -> dict[str, str]:
-    """Return the entry of run.json about the parameters: their number and the frozen parts; {} if `model` is None."""
+    """Return the entry for run.json about the number of parameters and the frozen parts; {} if `model` is None."""
     if model is None or not isinstance(task, ClipTask):
         return {}
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]

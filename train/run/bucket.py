@@ -1,10 +1,11 @@
 """A run in a bucket: its lock, the write access of its ranks, and uploads that survive an outage.
 
-Each process has its own local folder, which mirrors the run (`clipmill.train.config.shards.local_folder` mounts it with
-`clipmill.manifests.storage.mounting`). All other code therefore works with paths, and the nodes share only the bucket:
+Each process has its own local folder, which mirrors the run (`clipmill.train.config.shards.local_folder` mounts the run
+with `clipmill.manifests.storage.mounting`). All other code therefore works with paths, and the nodes share only the
+bucket:
 
 - Rank 0 holds the lock of the run, which is a lease. The other ranks write only while rank 0 holds the lock
-  (`share_lock`), so that a node that returns after the lease has expired changes nothing.
+  (`share_lock`). A node that comes back after the lease has expired can therefore not change anything.
 - Small files are uploaded as soon as they are published. Files that grow line by line are uploaded twice a minute,
   before a checkpoint becomes complete, and at the end (`upload_periodically`).
 - Each rank uploads its part of a checkpoint under a name that is unique to this process. Rank 0 uploads checkpoint.json
@@ -65,7 +66,7 @@ def _report_wait(holder: str) -> None:
 
 
 def share_lock(mirror: Mirror, *, world: World) -> None:
-    """Let all ranks write into a run while rank 0 holds its lock. All ranks must call this function.
+    """Let all ranks write into a run while rank 0 holds the lock of the run. All ranks must call this function.
 
     Raises:
         UserError: A rank cannot find the lock, or cannot write. The error is raised on all ranks.

@@ -1,12 +1,12 @@
-"""Read checkpoints. A checkpoint is a folder, which is either complete or missing.
+"""Read checkpoints. A checkpoint is a folder that is either complete or missing.
 
     step_000500/
         checkpoint.json   step, position in the data, and metrics; size and checksum of each other file
         tensors.json      name, dtype and shape of each tensor, and the files that contain the pieces of the tensor
         __0_0.bin ...     bytes of the tensors, one file per rank
 
-The name of each tensor begins with `model.`, `ema.`, `objective.` or `optimizer.`. In contrast to unpickling, reading a
-checkpoint does not execute code from it.
+The name of each tensor begins with `model.`, `ema.`, `objective.` or `optimizer.`. Unlike unpickling, reading a
+checkpoint never executes code.
 """
 
 import hashlib
@@ -111,7 +111,7 @@ def all_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _is_uploaded(path: Path) -> bool:
-    """Return True if a checkpoint in a bucket has its checkpoint.json and all files that checkpoint.json lists.
+    """Return True if a checkpoint in a bucket contains checkpoint.json and all files that checkpoint.json lists.
 
     Files may be missing, because a delayed request may write checkpoint.json after the checkpoint has been removed.
     """
@@ -130,7 +130,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
-    """Read checkpoint.json, and verify the checksums of all files, divided among the ranks.
+    """Read checkpoint.json, and verify the checksums of all files. The ranks divide the files among themselves.
 
     All ranks of `world` must call this function. In a bucket, each part is verified later, by the ranks that read it.
 
@@ -219,12 +219,12 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
     boxes = [(list(map(index, offsets)), list(map(index, sizes))) for offsets, sizes in (tensor_box, *pieces)]
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or min(sizes, default=0) < 0:
-            raise ValueError(f"{sizes} at {offsets} is not a part of a tensor {size}")
+            raise ValueError(f"{sizes} at {offsets} is not part of a tensor {size}")
     if boxes[1:] == boxes[:1]:
         return True  # most tensors have a single piece
     corners: Counter[tuple[int, ...]] = Counter()
-    for number, (offsets, sizes) in enumerate(boxes):
-        sign = 1 if number else -1
+    for box_index, (offsets, sizes) in enumerate(boxes):
+        sign = 1 if box_index else -1
         ends = [((start, 1), (start + length, -1)) for start, length in zip(offsets, sizes, strict=True)]
         for corner in product(*ends):
             corners[tuple(offset for offset, _ in corner)] += sign * prod(factor for _, factor in corner)
@@ -252,10 +252,10 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load the weights and buffers of a checkpoint on the CPU. If the run used EMA, they are the averaged weights.
+    """Load the weights and buffers of a checkpoint on the CPU. If the run used EMA, load the averaged weights.
 
     The checkpoint may have been written by any number of ranks. If the checkpoint has a `base`, the frozen weights are
-    not included (clipmill.train.weights.sources.complete_weights).
+    not included (`clipmill.train.weights.sources.complete_weights` adds them).
 
     Returns:
         Weights and buffers, keyed by their names in the model.
@@ -292,7 +292,7 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
     missing = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in stored]
     unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
     reshaped = [
-        f"{name} {stored[name]['size']} to {list(tensor.shape)}"
+        f"{name} {stored[name]['size']} instead of {list(tensor.shape)}"
         for name, tensor in tensors.items()
         if name in stored and stored[name]["size"] != list(tensor.shape)
     ]
@@ -387,10 +387,11 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 def removal_hint(path: Path) -> str:
     """Return a hint to remove an unusable checkpoint. The hint also says which checkpoint is used instead."""
     step = checkpoint_step(path)
-    earlier = [name for number, name in all_checkpoints(path.parent).items() if step is not None and number < step]
+    checkpoints = all_checkpoints(path.parent).items()
+    earlier = [checkpoint for other_step, checkpoint in checkpoints if step is not None and other_step < step]
     if not earlier:
-        return "remove it: there is no earlier checkpoint, so training restarts at step 0"
-    return f"remove it: {earlier[-1].name} is used instead"
+        return "remove this checkpoint; training then restarts at step 0, because there is no earlier checkpoint"
+    return f"remove this checkpoint; {earlier[-1].name} is then used instead"
 
 
 def _unreadable_error(path: Path, why: str) -> UserError:

@@ -73,9 +73,9 @@ class CheckpointWriter:
         *,
         write_extras: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy the state to the CPU, start to write a checkpoint, and return.
+        """Copy the state to the CPU, and start writing a checkpoint in the background.
 
-        This method waits for the previous checkpoint to be written, but not for the new checkpoint.
+        This method waits until the previous checkpoint has been written, but does not wait for the new checkpoint.
 
         Args:
             tensors: Tensors of the state, keyed by their names in the checkpoint.
@@ -107,7 +107,7 @@ class CheckpointWriter:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
 
     def prune(self) -> None:
-        """Remove superfluous checkpoints that a killed process left.
+        """Remove superfluous checkpoints that a killed process left behind.
 
         Call this method only after the latest checkpoint has been read: if the latest checkpoint is damaged, earlier
         checkpoints are needed.
@@ -116,7 +116,7 @@ class CheckpointWriter:
             self._prune()
 
     def close(self) -> None:
-        """Wait for the writing thread to finish, and end it. This method must also be called after a failure."""
+        """Shut down the writing thread after its current work. This method must also be called after a failure."""
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
@@ -185,7 +185,7 @@ class CheckpointWriter:
 
 
 def recover(folder: Path) -> None:
-    """Publish the complete checkpoints that a killed process left, and remove the incomplete checkpoints.
+    """Publish the complete checkpoints that a killed process left behind, and remove the incomplete checkpoints.
 
     Only rank 0 may call this function.
     """
@@ -206,7 +206,7 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps whose checkpoints can be removed. The last `keep` and the first with the best score are kept.
+    """Return the steps whose checkpoints can be removed: all but the last `keep` and the first with the best score.
 
     Args:
         scores: Score of each evaluated step; higher is better.

@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def installed_version(distribution: str) -> str:
-    """Return the version of a package, or "not installed". It is read once per process."""
+    """Return the version of a package, or "not installed". Each version is looked up once per process."""
     try:
         return version(distribution)
     except PackageNotFoundError:

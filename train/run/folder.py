@@ -1,4 +1,4 @@
-"""Access to the folder of a training run and to the files in it.
+"""Access to the folder of a training run and to its files.
 
     settings.yaml             effective settings; loading the file yields an equal settings object
     run.json                  facts for the results page: machine, versions, data and model
@@ -53,8 +53,8 @@ def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
         shards: Value of --shards of the evaluation; None for the run's own data.
 
     Returns:
-        `shards`, the address of the data; `is_own_data`, True for the run's own data; and `is_part_of_own_data`, only
-        if the data are one of several data folders of the run.
+        `shards`, the address of the data; `is_own_data`, True for the run's own data; and `is_part_of_own_data`,
+        present only if the data are one of several data folders of the run.
     """
     folders = [normalise_address(folder) for folder in folders_of(run_shards)]
     if shards is None:
@@ -82,7 +82,7 @@ def is_same_evaluation(result: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _flags_of(result: dict[str, Any]) -> list[str]:
-    """Return the flags of a result's command without data and weights, whose paths may be relative."""
+    """Return the flags of a result's command. Omit the data and the weights, because their paths may be relative."""
     words = shlex.split(str(result.get("command", "")))[_NUM_WORDS_BEFORE_FLAGS:]
     return [word for previous, word in zip(["", *words], words, strict=False) if "--shards" not in (previous, word)]
 
@@ -114,7 +114,7 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Name of the files that nodes write to check that they share the folder (clipmill.train.run.shared_folder).
+# Suffix of the files that nodes write to check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # Value of --resume: False starts a new run, True resumes an existing run, and "auto" resumes the run if it exists.
 Resume = bool | Literal["auto"]
@@ -139,7 +139,7 @@ class RunFolder:
         return self.path.resolve().name if mirror is None else mirror.url.rpartition("/")[2]
 
     def hold(self, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Lock the folder against other training processes.
+        """Return a context manager that locks the folder against other training processes.
 
         The lock is released at the end of the block or when the process exits.
 
@@ -211,7 +211,8 @@ class RunFolder:
         path = self.latest_checkpoint()
         if path is None:
             raise UserError(
-                f"{self.path} has no checkpoint yet", hint="train for --checkpoint-every steps, or to the end"
+                f"{self.path} has no checkpoint yet",
+                hint="continue training: a checkpoint is saved every --checkpoint-every steps and at the end",
             )
         return path
 
@@ -314,14 +315,14 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
 
 
 def sweep(run: RunFolder) -> None:
-    """Remove the temporary files that killed processes left in a run's folder. The caller must hold the run's lock."""
+    """Remove temporary files that killed processes left behind in a run's folder. The caller must hold its lock."""
     for folder in (run.path, run.path / EVALUATIONS):
         for path in _leftover_files(folder, "*"):
             path.unlink(missing_ok=True)
 
 
 def _leftover_files(folder: Path, name: str) -> list[Path]:
-    """Return the temporary files that interrupted writes of the file `name` left in `folder`."""
+    """Return the temporary files that are left in `folder` after interrupted writes to the file `name`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 
 
@@ -344,7 +345,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: Path) -> None:
-    """Check that a settings file and a checkpoint agree in the settings that affect the weights.
+    """Check that a settings file and a checkpoint agree on the settings that affect the weights.
 
     Args:
         settings: Content of the settings file.
@@ -364,7 +365,7 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if a folder contains a run, that is, if it has a settings.yaml."""
+    """Return True if a folder contains a run, that is, a settings.yaml."""
     return RunFolder(folder).settings.is_file()
 
 
@@ -412,10 +413,10 @@ def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the JSON objects in a .jsonl file; return [] if the file does not exist.
 
-    An incomplete last line, which a killed process may leave, is ignored.
+    An incomplete last line, which a killed process may leave behind, is ignored.
 
     Raises:
-        UserError: Another line is damaged.
+        UserError: Any other line is damaged.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Metrics of a training run for Prometheus (`--metrics-port`), which the dashboard deploy/grafana.json shows."""
+"""Prometheus metrics of a training run (`--metrics-port`), for the dashboard in deploy/grafana.json."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from clipmill.train.config.training import TrainingSettings
 
 
 class Meters:
-    """Tracker that sets Prometheus metrics from the lines of metrics.jsonl, which cover all ranks."""
+    """Tracker that updates Prometheus metrics from the lines of metrics.jsonl. The lines cover all ranks."""
 
     def __init__(self, registry: CollectorRegistry, settings: TrainingSettings) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -18,17 +18,17 @@ class Meters:
             return Gauge(f"clipmill_train_{name}", text, labels, registry=registry)
 
         self._batch = settings.batch
-        self._steps = counter("steps", "Optimizer steps that this process has taken.")
-        self._samples = counter("samples", "Samples in the steps of this process, over all ranks.")
-        self._step_s = counter("step_seconds", "Time of the steps of this process, including data waits.")
-        self._data_wait_s = counter("data_wait_seconds", "Time for which the steps waited for data.")
-        self._failed = counter("failed_samples", "Samples that could not be loaded, since the run began.")
+        self._steps = counter("steps", "Optimizer steps since this process started.")
+        self._samples = counter("samples", "Samples processed by all ranks since this process started.")
+        self._step_s = counter("step_seconds", "Total duration of these steps, including data waits.")
+        self._data_wait_s = counter("data_wait_seconds", "Total time that these steps waited for data.")
+        self._failed = counter("failed_samples", "Samples that could not be loaded since the run began.")
         self._num_failed = 0
-        self._step = gauge("step", "Number of the last step, since the run began.")
-        gauge("planned_steps", "Number of the last step of the run.").set(settings.steps)
+        self._step = gauge("step", "Steps completed since the run began.")
+        gauge("planned_steps", "Total number of steps of the run.").set(settings.steps)
         self._loss = gauge("loss", "Loss of the last step.")
         self._lr = gauge("learning_rate", "Learning rate of the last step.")
-        self._evaluation = gauge("evaluation", "Metrics of the last evaluation in training.", "split", "metric")
+        self._evaluation = gauge("evaluation", "Metrics of the last evaluation during training.", "split", "metric")
 
     def log(self, line: dict[str, Any]) -> None:
         self._steps.inc()

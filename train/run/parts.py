@@ -1,8 +1,8 @@
 """Divide work into parts that several processes share, and continue the work after an interruption.
 
 The division depends neither on the number of processes nor on the finished parts, and each part is published as a
-separate file. A plan next to the parts describes the work, so that it is never continued with different settings or
-data.
+separate file. A plan next to the parts describes the work, so that the work is never continued with different settings
+or data.
 """
 
 import time
@@ -42,7 +42,7 @@ class PartFile(Protocol):
         ...
 
     def path(self, folder: Path, /) -> Path:
-        """Return the path of the file of the finished part, in the folder of the work."""
+        """Return the path of the part's file in the folder of the work. The file exists once the part is finished."""
 
 
 P = TypeVar("P", bound=PartFile)
@@ -69,7 +69,7 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, ignored: frozenset[str] = frozenset()) -> str:
-    """Describe how the plan of requested work differs from an existing plan; return "" if the plans are equal.
+    """Describe how the plan of the requested work differs from an existing plan; return "" if it does not differ.
 
     Args:
         ignored: Names of entries, such as `weights.source`, that may differ.
@@ -92,10 +92,10 @@ def _shorten(*values: object) -> list[str]:
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
     """Return the unfinished parts. Only rank 0 looks for their files, so that all ranks get the same parts."""
-    missing = world.first(lambda: [number for number, part in enumerate(parts) if not part.path(out).is_file()])
+    missing = world.first(lambda: [index for index, part in enumerate(parts) if not part.path(out).is_file()])
     if len(missing) < len(parts):
         progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
-    return [parts[number] for number in missing]
+    return [parts[index] for index in missing]
 
 
 def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World", progress: "Progress") -> None:
@@ -108,19 +108,19 @@ def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World",
     num_failed = num_rows = num_parts = 0
     began_s = time.monotonic()
 
-    def status_text(failed: int) -> str:
+    def status_text(num_clips: int) -> str:
         rate = f"{num_rows * world.size / (time.monotonic() - began_s):,.1f} rows/s" if num_rows else ""
-        return "  ".join(filter(None, (rate, f"{count_noun(failed, 'clip')} failed" if failed else "")))
+        return "  ".join(filter(None, (rate, f"{count_noun(num_clips, 'clip')} failed" if num_clips else "")))
 
     def make_group(group: Sequence[P]) -> int:
         nonlocal num_rows, num_parts
-        failed = 0
+        num_failed_in_group = 0
         for part in group:
-            failed += make(part)
+            num_failed_in_group += make(part)
             num_rows, num_parts = num_rows + part.end - part.begin, num_parts + 1
-            # Assume that the other ranks have made the same number of parts, until they report their numbers.
-            progress.show(min(num_parts * world.size, len(parts)), status_text(num_failed + failed))
-        return failed
+            # Assume that every rank has made the same number of parts, until the next synchronisation.
+            progress.show(min(num_parts * world.size, len(parts)), status_text(num_failed + num_failed_in_group))
+        return num_failed_in_group
 
     progress.begin(0, len(parts))
     # Fast ranks wait for slow ranks after every group of parts, because a collective times out after half an hour.

@@ -63,7 +63,7 @@ def require_shared(folder: Path, *, world: World) -> None:
 
 
 def wait_for_files(folder: Path, *, world: World) -> None:
-    """Wait until every rank sees the files of `folder` as rank 0 sees them, for at most `VISIBLE_S`.
+    """Wait for at most `VISIBLE_S` until every rank sees the same files in `folder` as rank 0.
 
     All ranks must call this function. A file that is still missing is reported by the code that reads it.
     """
@@ -92,8 +92,8 @@ def _write_reply(folder: Path, name: str, reply: str | None, *, world: World, wr
     rank = f"rank {world.rank} on {socket.gethostname()}"
     if not _wait_until(lambda: name in _sizes(folder)):
         raise UserError(
-            f"--out {folder} is not shared by all nodes: {rank} cannot see a file that rank 0 on {writer} wrote into "
-            f"it {VISIBLE_S:g} s ago",
+            f"--out {folder} is not shared by all nodes: {rank} cannot see a file that rank 0 on {writer} wrote there "
+            f"{VISIBLE_S:g} s ago",
             hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
             flags=("--out",),
         )
@@ -116,7 +116,7 @@ def _find_replies(folder: Path, replies: list[str | None], hosts: list[str]) -> 
     rank = next(rank for rank, name in enumerate(replies) if name is not None and name not in _sizes(folder))
     raise UserError(
         f"--out {folder} is not shared by all nodes: rank 0 on {hosts[0]} cannot see a file that rank {rank} on "
-        f"{hosts[rank]} wrote into it {VISIBLE_S:g} s ago",
+        f"{hosts[rank]} wrote there {VISIBLE_S:g} s ago",
         hint="use a folder on a disk that all nodes share; each process writes its part of checkpoints there",
         flags=("--out",),
     )
@@ -127,7 +127,7 @@ def _new_name() -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files in a folder, by name; {} if the folder does not exist."""
+    """Return the sizes of the files in a folder, keyed by name; {} if the folder cannot be read."""
     sizes = {}
     try:
         with os.scandir(folder) as entries:

@@ -1,6 +1,6 @@
-"""Trackers, which log the metrics of a run: to metrics.jsonl, the console, TensorBoard and Weights & Biases.
+"""Trackers that log the metrics of a run to metrics.jsonl, the console, TensorBoard and Weights & Biases.
 
-`count_batches` shows the progress of an evaluation if the command has called `show_batch_counts`.
+`count_batches` shows the progress of an evaluation within a block of `show_batch_counts`.
 """
 
 import math
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Tracker that shows the progress of a run: on a status line of the terminal, or as lines on standard output.
+    """Tracker that shows the progress of a run on a status line of the terminal, or as lines on standard output.
 
     Args:
         what: Name of the activity, such as "embedding".
@@ -63,7 +63,7 @@ class Progress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Start to show progress, when `step` of `num_steps` steps are done."""
+        """Start showing progress after `step` of `num_steps` steps."""
         self._num_steps = num_steps
         self._begin_s = self._line_s = time.monotonic()
         self._pace = ProgressRate(step)
@@ -84,7 +84,7 @@ class Progress:
             self.say(f"{line_time(sys.stdout)}{self._unit} {line['step']}/{self._num_steps}  {evaluation}")
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are done. Without a terminal, show only the first, the last and some other steps."""
+        """Show that `step` steps are done. Without a terminal, print only the first, the last and some other steps."""
         self._pace.add(step)
         if self._activity is not None and is_terminal(sys.stderr):
             done = amount_text(step, self._num_steps, self._unit)
@@ -133,12 +133,12 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write all buffered lines, and release the resources of the tracker."""
         ...
 
 
 class EpochLoss:
-    """Mean loss over the steps of an epoch, which is added to the line of the last step of the epoch as `epoch_loss`.
+    """Mean loss of each epoch. It is added to the line of the last step of the epoch, as `epoch_loss`.
 
     Args:
         lines: Lines of the earlier steps, in order, so that the means of a resumed run cover complete epochs.
@@ -162,7 +162,7 @@ class EpochLoss:
 
 
 class Trackers:
-    """Several trackers, closed in reverse order."""
+    """Group of trackers. They are closed in reverse order."""
 
     def __init__(self, trackers: Sequence[Tracker], epochs: EpochLoss | None = None) -> None:
         self._trackers, self._epochs = trackers, epochs or EpochLoss()
@@ -196,7 +196,7 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
 
     A resumed run continues its event files and its W&B run, and logs each step once.
     """
-    # Open W&B first: it cannot remove steps, and takes its last step from metrics.jsonl before JsonLines shortens it.
+    # W&B cannot remove steps. Its tracker must therefore read the last step before JsonLines shortens metrics.jsonl.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
@@ -216,7 +216,7 @@ _is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
 
 @contextmanager
 def show_batch_counts() -> Iterator[None]:
-    """Let `count_batches` show progress within the block. Commands use this; the training loop does not."""
+    """Let `count_batches` show progress within the block. Only commands use this function, not the training loop."""
     token = _is_counting.set(True)
     try:
         yield
@@ -364,7 +364,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
 
 
 def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, Any]) -> None:
-    """Add the metrics of a result of `train eval` to the summary of the run in W&B, as NAME-SPLIT/METRIC.
+    """Add the metrics of a `train eval` result to the summary of the W&B run, keyed by NAME-SPLIT/METRIC.
 
     Raises:
         UserError: wandb is not installed, or W&B cannot be reached.
@@ -373,14 +373,14 @@ def add_evaluation(run: RunFolder, track: TrackSettings, result: Mapping[str, An
     if track.wandb == "off" or not path.exists():
         return
     check_tracking(track)
-    opened = _open_wandb(track, run, run_id=parse_json(path.read_bytes())["id"])
+    wandb_run = _open_wandb(track, run, run_id=parse_json(path.read_bytes())["id"])
     name = f"{result['evaluation']}-{result['split']}"
-    opened.summary.update({f"{name}/{metric}": value for metric, value in _numbers(result)})
-    opened.finish()
+    wandb_run.summary.update({f"{name}/{metric}": value for metric, value in _numbers(result)})
+    wandb_run.finish()
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and values of the numbers in a result. Lists are omitted; they hold values of single samples."""
+    """Yield the names and values of the numbers in a result. Lists are omitted, because they hold per-sample values."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
@@ -389,7 +389,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def run_name(folder: str, settings: TrainingSettings, facts: Mapping[str, Any]) -> str:
-    """Return the name of a W&B run in the style of SpaceTimeGPT's run names, with the fields that the task has.
+    """Return the name of a W&B run in the style of SpaceTimeGPT's run names, with the fields that apply to the task.
 
     Example: `vatex_ws16_nc10_ss1.0_enl12_dnl12_dhs768_ehs768_nf8_ps16_lr5e-07_bs16_rs42`, with the number of processes,
     captions per clip, fraction of the videos, layers of encoder and decoder, widths of decoder and encoder, frames,

@@ -1,7 +1,7 @@
 """Choose the variant of each column that a command reads: from --variant, from a training run, or the current one.
 
-A run reads the same variants throughout, and so does every command that uses its weights with its data. run.json lists
-these variants with their recipes.
+A run always reads the same variants, even after it is resumed. Commands that use the weights of a run with the data of
+the run read these variants too. run.json lists the variants with their recipes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ from clipmill.train.data.data_folder import folder_path
 from clipmill.train.data.variants import RecordedVariants, choose_variants
 from clipmill.train.run.folder import RunFolder, is_run
 
-# Entries of run.json with the name and recipe of the variant of each column: for each data folder of the run, in order,
-# and for the data folders of --evaluate.shards, by address.
+# Entries of run.json with the name and recipe of the variant of each column. The first entry is a list with an item for
+# each data folder of the run. The second is keyed by the addresses of the data folders in --evaluate.shards.
 VARIANTS_FACT, EVALUATED_FACT = "variants", "evaluated_variants"
 
 
@@ -72,7 +72,7 @@ def _variants_of(
 
 
 def recorded_variants(facts: Mapping[str, Any], settings: ClipSettings) -> dict[Path, dict[str, str]]:
-    """Return the names of the variants in run.json, by data folder and column."""
+    """Return the names of the variants in run.json, keyed by data folder, then by column."""
     folders = dict(zip(settings.folders, facts[VARIANTS_FACT], strict=True)) | dict(facts.get(EVALUATED_FACT, {}))
     return {
         folder_path(address, cache=settings.cache): {column: str(record["name"]) for column, record in variants.items()}
@@ -90,7 +90,7 @@ def reading_variants_of_run(
     Args:
         weights: Run folder, or weights from another source, which do not record any data.
         shards: Data folder to read instead of the data of the run. Unless the run was trained on this folder, the
-            current variants are read for columns without a name.
+            current variants are read for columns that have no variant in `names`.
         names: Names of variants (`--variant`).
         say: Function that prints a note if a variant used in training no longer exists and the current variant is read
             instead.
@@ -123,5 +123,5 @@ def reading_variants_of_run(
 
 
 def _verified_recipe(directory: Path) -> dict[str, Any]:
-    """Return the recipe of a variant, or {} if it has no recipe; raises a UserError if the recipe is damaged."""
+    """Return the recipe of a variant; {} if the variant has no recipe. Raise a UserError if the recipe is damaged."""
     return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}

@@ -147,7 +147,7 @@ class StageTask:
     def layers(self, model: Captioner) -> list[LayerCost]:
         return layers_of(model)
 
-    def part(self, model: Captioner, layers: range) -> CaptionerPart:
+    def extract_layers(self, model: Captioner, layers: range) -> CaptionerPart:
         return part_of(model, layers)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:

@@ -224,7 +224,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Return the layers of a captioner, which a pipeline distributes over its stages."""
         return layers_of(model)
 
-    def part(self, model: Captioner, layers: range) -> nn.Module:
+    def extract_layers(self, model: Captioner, layers: range) -> nn.Module:
         """Return the pipeline stage that holds the given layers of a captioner."""
         return part_of(model, layers)
 
