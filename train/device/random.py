@@ -1,7 +1,7 @@
 """Counter-based random numbers for training: pure functions of a seed, a purpose, and the position of a sample.
 
 The numbers depend neither on other samples in a batch nor on earlier draws, so a sample gets the same numbers on any
-rank, in a resumed run, and in an evaluation of this sample alone. `draw_uniform` and `integers_below` draw numbers for
+rank, in a resumed run, and in an evaluation of only this sample. `draw_uniform` and `integers_below` draw numbers for
 many positions at once (captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws
 numbers for one position (frames, crops) or one epoch (the shuffle window of a stream).
 """

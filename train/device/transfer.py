@@ -1,4 +1,4 @@
-"""Transfers between host and device that do not synchronise: metrics read one step late, and small values to a device.
+"""Transfers between host and device without synchronisation: late reads of metrics, and copies of small values.
 
 The host launches the next step before it reads the metrics of the current step:
 
@@ -71,7 +71,7 @@ class LateMetrics:
     """Metrics in transfer from a device to the host.
 
     Args:
-        numbers: Metrics by name: numbers, or zero-dimensional tensors on the device.
+        numbers: Metrics, keyed by name: numbers, or zero-dimensional tensors on the device.
 
     Attributes:
         end: Event that marks the end of the transfer.
@@ -131,8 +131,7 @@ def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def send(values: torch.Tensor | NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
     """Copy `values` to a GPU through pinned memory, without synchronising.
 
-    The caller may modify `values` immediately. If `device` is a CPU, or already holds the values, the result shares
-    their memory.
+    The caller may modify `values` immediately, unless `device` already holds them: the result then shares their memory.
     """
     tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":
@@ -177,7 +176,7 @@ def constant_tensor(values: tuple[Any, ...], device: torch.device, dtype: torch.
 
 
 def changing_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that training may update, by name: persistent buffers of modules in training mode."""
+    """Return the buffers that training may update, keyed by name: persistent buffers of modules in training mode."""
     return {
         name: buffer
         for path, module in model.named_modules()
@@ -221,6 +220,6 @@ def _keep_in_recomputation(module: nn.Module) -> None:
             contexts.close()
 
     module.register_forward_pre_hook(save)
-    # `always_call` runs the hook after an exception, too. torch stops a recomputation by an exception as soon as it has
-    # all activations.
+    # `always_call` runs the hook after an exception, too. torch ends a recomputation with an exception as soon as all
+    # activations are available.
     module.register_forward_hook(restore, always_call=True)

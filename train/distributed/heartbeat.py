@@ -1,8 +1,8 @@
 """Heartbeats between ranks, so that no rank waits long for a lost rank.
 
-A collective waits for all ranks. On GPUs, where a lost rank does not break a connection, it waits for ten minutes or
-longer. Therefore, a thread of every rank updates a counter every few seconds. The thread ends its process if another
-rank has been silent for too long, or has reported a failure.
+A collective waits for all ranks. On GPUs, a lost rank does not break a connection, so the collective waits for ten
+minutes or longer. Therefore, a thread of every rank updates a counter every few seconds. The thread ends its process if
+another rank has been silent for too long, or has reported a failure.
 
 The counters are in a store that torchrun or rank 0 hosts. If that process freezes or its machine is lost, calls to the
 store never return. Therefore, a second thread measures how long the calls of the first thread take.
@@ -30,11 +30,11 @@ _MAX_REASON = 300  # maximum length of a reason, in characters
 
 
 class Heartbeat:
-    """Sender of heartbeats, from its creation until `end`.
+    """Sender of heartbeats. It runs from its creation until `end` is called.
 
     Args:
         host, port: Address of the store.
-        attempt: Name of this attempt of the launch, on which the ranks have agreed.
+        attempt: Name of this launch attempt, as returned by `name_attempt`.
     """
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
@@ -121,7 +121,7 @@ class _RunningClock:
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Advance by the time since the last call, by at most two ticks: a longer gap indicates a suspension."""
+        """Advance by the time since the last call, but at most two ticks: a longer gap indicates a suspension."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s

@@ -30,7 +30,7 @@ _POLL_S = 0.02
 _JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's default; a machine may first have to load all code over a network
 _TIMEOUT = timedelta(minutes=30)  # torch's default for a process group; heartbeats detect a lost rank earlier
 _REMIND_S = 60.0
-# If rank 0 hosts the store, it leaves last. It waits for at most this time, because other ranks may have exited.
+# If rank 0 hosts the store, rank 0 leaves last. Its wait is limited to this time, because other ranks may have exited.
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 # Fragments of the errors that gloo and NCCL raise when another process or the connection to it is lost.
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
@@ -42,7 +42,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
 
     Args:
         start: Start of this rank. The ranks compare their starts before any other communication.
-        hint: Hint of the error if the starts differ.
+        hint: Hint for the error that is raised if the starts differ.
 
     Raises:
         UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
@@ -106,7 +106,7 @@ def _read_environment() -> World:
     if missing:
         raise UserError(
             f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
-            hint="launch with torchrun, which sets all of them; or unset RANK and WORLD_SIZE for one process",
+            hint="launch with torchrun, which sets all of them; or unset RANK and WORLD_SIZE to run one process",
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -119,11 +119,11 @@ def _read_environment() -> World:
 
 
 def name_attempt(store: dist.Store, world: World) -> str:
-    """Agree on a new name for this attempt of the launch. All ranks must call this function.
+    """Agree on a new name for this launch attempt. All ranks must call this function.
 
     torchrun restarts processes but keeps its store, which may still contain addresses of ranks that no longer exist.
     (The number of restarts cannot serve as a name, because each machine counts its own restarts.) Each rank sends a
-    request with a random key, to which no earlier process can have responded. Rank 0 responds until all ranks have
+    request with a random key, so that no earlier process can have responded to it. Rank 0 responds until all ranks have
     acknowledged the name, or raises FailedWork after a timeout.
     """
     key = secrets.token_hex(8)  # on rank 0, this is the name of the attempt
@@ -157,7 +157,7 @@ def name_attempt(store: dist.Store, world: World) -> str:
 
 @contextmanager
 def _remind_of_wait(world: World, describe_missing: Callable[[], str]) -> Iterator[None]:
-    """Print once a minute, on every machine, which ranks this rank is waiting for within the block.
+    """While the block runs, print once a minute on every machine which ranks this rank is waiting for.
 
     A rank that fails before it joins, for example because of an invalid flag, cannot tell the other ranks.
     """
@@ -208,12 +208,12 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
 
 
 def difference(ranks: Sequence[Start]) -> str | None:
-    """Describe the values that differ between ranks; None if all values are equal."""
+    """Describe the values that differ between ranks; None if all ranks have the same values."""
     names = list(dict.fromkeys(name for start in ranks for name in start))
     values = {name: [_value_text(start, name) for start in ranks] for name in names}
     differing = {name: rank_values for name, rank_values in values.items() if len(set(rank_values)) > 1}
     if COMMAND in differing:
-        # Different commands have different flags, so a list of these would not help.
+        # Different commands have different flags, so a list of the flags would not help.
         differing = {COMMAND: differing[COMMAND]}
     if not differing:
         return None

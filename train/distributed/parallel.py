@@ -31,17 +31,17 @@ def wrap_model(
     units: Sequence[nn.Module],
     world: World,
     device: torch.device,
-    products: torch.dtype | None,
+    matmul_dtype: torch.dtype | None,
 ) -> nn.Module:
-    """Wrap `model` for forward and backward passes. The wrapper uses the parameters of `model`.
+    """Wrap `model` for forward and backward passes. The wrapper and `model` share their parameters.
 
     After a backward pass within `sync_gradients(..., True)`, the gradients are averaged over the ranks. With FSDP,
     `model` itself is modified, and its parameters become DTensors.
 
     Args:
         units: Submodules that FSDP gathers one at a time.
-        products: Dtype of matrix products, to which FSDP casts weights before it gathers them; None for the dtype of
-            the weights. Gradients are reduced in the dtype of the weights.
+        matmul_dtype: Dtype of matrix products, to which FSDP casts weights before it gathers them; None for the dtype
+            of the weights. Gradients are reduced in the dtype of the weights.
     """
     if world.size == 1:
         return model
@@ -49,7 +49,9 @@ def wrap_model(
         mesh = init_device_mesh(device.type, (world.size,))
         # Autocast decides the precision of each operation, as it does without FSDP.
         policy = MixedPrecisionPolicy(
-            param_dtype=products, reduce_dtype=None if products is None else torch.float32, cast_forward_inputs=False
+            param_dtype=matmul_dtype,
+            reduce_dtype=None if matmul_dtype is None else torch.float32,
+            cast_forward_inputs=False,
         )
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -71,7 +73,7 @@ class Replicated(DistributedDataParallel):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         with warnings.catch_warnings():
-            # Newer versions of torch recommend an argument that older versions do not have.
+            # Newer versions of torch recommend an argument that older versions lack.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(*arguments, **settings)
         self.reducer._push_all_rebuilt_params()
@@ -172,7 +174,7 @@ class ZeroOptimizer:
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a rank for each item: from the largest item to the smallest, the rank with the smallest load so far."""
+    """Return a rank for each item. Each item, from the largest to the smallest, goes to the least loaded rank."""
     loads = [0] * num_ranks
     ranks = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -186,7 +188,7 @@ _BUCKET_BYTES = 64 << 20
 
 
 def buckets(tensors: Sequence[AnyTensor]) -> list[list[AnyTensor]]:
-    """Group consecutive tensors of the same dtype into buckets for communication, which are small enough to copy."""
+    """Group consecutive tensors of the same dtype into buckets that are small enough to copy for communication."""
     groups: list[list[AnyTensor]] = []
     size_bytes = 0
     for tensor in tensors:
@@ -200,13 +202,13 @@ def buckets(tensors: Sequence[AnyTensor]) -> list[list[AnyTensor]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a DTensor, with shared memory, or a plain tensor unchanged."""
+    """Return the local part of a DTensor without copying it. Return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norms of N complete tensors as float64 [N], equal on every rank.
+    """Return the Euclidean norms of N complete tensors as float64 [N], the same on every rank.
 
     One collective is needed for each kind of sharding.
 
@@ -223,7 +225,7 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
             sharded.setdefault((tensor.device_mesh, sums), []).append(index)
     for (mesh, placements), members in sharded.items():
         indices = send(torch.tensor(members), squares_N.device)
-        # There is no communication for meshes of one rank and for replicated tensors.
+        # Meshes of one rank and replicated tensors need no communication.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()
 
@@ -278,7 +280,7 @@ class ShardedRows(nn.Module):
         return torch.where((index_B >= 0) & (index_B < self._num_local), index_B, self._num_local)
 
     def all_rows(self) -> torch.Tensor:
-        """Return all rows [num_rows, C], with shared memory; a DTensor if there are several ranks."""
+        """Return all rows [num_rows, C] without copying them; a DTensor if there are several ranks."""
         local_rows = self.rows[: self._num_local]
         if self._world.size == 1:
             return local_rows
@@ -293,8 +295,8 @@ class ShardedRows(nn.Module):
             stride=(self._shape[1], 1),
         )
 
-    def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a buffer with this rank's part of `rows` and the additional row."""
+    def local_buffer(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a buffer with this rank's part of `rows`, followed by the additional row."""
         local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
             local_rows = rows[self._first : self._first + self._num_local]
@@ -306,7 +308,7 @@ def _put_all_rows(module: nn.Module, state: dict[str, Any], prefix: str, local_m
     state[prefix + "rows"] = module.all_rows()
 
 
-def _take_local_rows(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _take_local_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, ShardedRows)
     if prefix + "rows" in state and state[prefix + "rows"].shape == module._shape:
-        state[prefix + "rows"] = module.with_spare(state[prefix + "rows"])
+        state[prefix + "rows"] = module.local_buffer(state[prefix + "rows"])

@@ -38,11 +38,11 @@ class PipelineBatch:
 
     Attributes:
         inputs: Function that takes a slice of samples and returns the input of the first stage. Only the first stage
-            calls it.
+            calls this function.
         tokens_BKL: Input of the decoder, int64.
         targets_BKL: Targets for the output of the last stage, int64.
-        loss: Function that takes the output for a microbatch and its targets, and returns the microbatch's summand of
-            the loss of the batch.
+        loss: Function that takes the output for a microbatch and its targets, and returns the microbatch's contribution
+            to the loss of the batch. The contributions are summed.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -59,7 +59,7 @@ class Pipeline(nn.Module):
             first stage, with the inputs. Parameters with the same name on several stages are tied.
 
     Attributes:
-        repeated: Parameters of this stage that are tied to parameters of an earlier stage.
+        repeated_parameters: Parameters of this stage that are tied to parameters of an earlier stage.
     """
 
     def __init__(self, part: nn.Module, *, settings: ParallelSettings, world: World, device: torch.device) -> None:
@@ -68,15 +68,15 @@ class Pipeline(nn.Module):
         self._settings, self._world, self._device = settings, world, device
         parameters = dict(part.named_parameters())
         names_by_stage = world.stages.gather_objects(sorted(parameters))
-        # Other stages that have a parameter of this stage, by name of the parameter.
-        self._others: dict[str, list[int]] = {}
+        # Other stages that contain a parameter of this stage, keyed by the name of the parameter.
+        self._tied_stages: dict[str, list[int]] = {}
         for name in sorted(parameters):
-            if others := [
+            if tied_stages := [
                 rank for rank, names in enumerate(names_by_stage) if name in names and rank != world.stages.rank
             ]:
-                self._others[name] = others
-        first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
-        self.repeated = [parameters[name] for name in sorted(first)]
+                self._tied_stages[name] = tied_stages
+        repeated_names = {name for name, ranks in self._tied_stages.items() if min(ranks) < world.stages.rank}
+        self.repeated_parameters = [parameters[name] for name in sorted(repeated_names)]
         self._layers = _StageLayers(part, is_first=world.stages.is_first)
         self._boundaries: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         """Compute the gradients of the loss of a batch, averaged over replicas, and add them to this stage's gradients.
 
         Returns:
-            Part of the loss that this replica computed, equal on all stages.
+            This replica's part of the loss, the same on all stages.
         """
         num_samples = len(batch.tokens_BKL)
         size = step.microbatch or num_samples
@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         def loss_of(output: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
             loss = batch.loss(output, targets_RKL)
             losses.append(loss.detach())
-            # Gradients are averaged over replicas, but the losses of the replicas are summands of the batch's loss.
+            # Gradients are averaged over replicas, but the loss of the batch is the sum of the replicas' losses.
             return step.scale(loss * step.world.size)
 
         stages = self._world.stages
@@ -115,7 +115,7 @@ class Pipeline(nn.Module):
         return stages.sum(total)
 
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """Return the schedule for a batch and microbatch of this size. The last schedule is reused if it fits."""
+        """Return the schedule for a batch in microbatches of `size` samples. The last schedule is reused if it fits."""
         # Import late: the import is slow, and a single process does not need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -147,12 +147,12 @@ class Pipeline(nn.Module):
         return schedule
 
     def _measure_boundaries(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Determine shapes and dtypes of this stage's inputs and outputs, by a run on one sample with one token."""
+        """Measure shapes and dtypes of this stage's inputs and outputs by running it on one sample with one token."""
         stages = self._world.stages
         stage_inputs: list[torch.Tensor] = []
         stage_outputs: list[torch.Tensor] = []
         for rank in range(stages.size):
-            outputs = stages.one(rank, partial(self._layers.measure_outputs, stage_inputs, batch))
+            outputs = stages.call_on(rank, partial(self._layers.measure_outputs, stage_inputs, batch))
             if rank == stages.rank - 1:
                 stage_inputs = outputs
             if rank == stages.rank:
@@ -164,12 +164,12 @@ class Pipeline(nn.Module):
         """Sum the gradients of tied parameters. The sums are bit-identical on all stages."""
         stages = self._world.stages
         parameters = dict(self.part.named_parameters())
-        for name, others in self._others.items():
+        for name, tied_stages in self._tied_stages.items():
             gradient = parameters[name].grad
             if gradient is None:
                 continue
-            other_gradients = {rank: torch.empty_like(gradient) for rank in others}
-            exchanges = [dist.P2POp(dist.isend, gradient, group=stages.group, group_peer=rank) for rank in others]
+            other_gradients = {rank: torch.empty_like(gradient) for rank in tied_stages}
+            exchanges = [dist.P2POp(dist.isend, gradient, group=stages.group, group_peer=rank) for rank in tied_stages]
             exchanges += [
                 dist.P2POp(dist.irecv, buffer, group=stages.group, group_peer=rank)
                 for rank, buffer in other_gradients.items()
@@ -184,7 +184,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
     """Raise a UserError if the samples of a replica cannot be divided into enough microbatches of `size`."""
     if num_samples % size:
         raise UserError(
-            f"--microbatch {size} does not divide the {count_noun(num_samples, 'sample')} of a pipeline in a batch",
+            f"--microbatch {size} does not divide the {count_noun(num_samples, 'sample')} per batch of a pipeline",
             hint="use a divisor of that number: the microbatches of a pipeline must have equal sizes",
             flags=("--microbatch", "--batch"),
         )
@@ -204,7 +204,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
 
 
 class _StageLayers(nn.Module):
-    """Layers of a stage, as a schedule calls them: with the row numbers of samples in place of inputs."""
+    """Layers of a stage, for a schedule. The schedule passes the row numbers of samples in place of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _StageLayers(nn.Module):
 def _resize_boundary(
     boundary: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_sample_tensors: int
 ) -> tuple[torch.Tensor, ...]:
-    """Resize measured tensors. The first `num_sample_tensors` have one row per sample, the others one row per text."""
+    """Resize measured tensors. The first `num_sample_tensors` get one row per sample; the others get one per text."""
     shapes = [(size, *tensor.shape[1:]) for tensor in boundary[:num_sample_tensors]]
     shapes += [(size * num_texts, num_tokens, *tensor.shape[2:]) for tensor in boundary[num_sample_tensors:]]
     return tuple(
@@ -291,7 +291,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Kind of a layer, such as `block`, and its number of parameters. The partition rules depend on them."""
+    """Kind of a layer, such as `block`, and its number of parameters. The partition rules use these values."""
 
     kind: str
     num_parameters: int
@@ -303,8 +303,8 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
     Args:
         rule: `parameters` minimises the number of parameters of the largest stage. `uniform` distributes the layers
             evenly; the first stages get the remainder. `type:KIND` distributes the layers of a kind evenly; every other
-            layer joins the stage of the layer before it, or the first stage. `5,9` lists the numbers of layers of the
-            stages.
+            layer joins the stage of the layer before it, or the first stage. `5,9` gives the number of layers in each
+            stage.
 
     Raises:
         UserError: There are fewer layers (of this kind) than stages, or the listed numbers do not fit.
@@ -330,38 +330,38 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
         return _even_ranges(list(range(len(layers))), num_layers=len(layers), num_stages=num_stages)
     if rule.startswith(TYPE_RULE):
         kind = rule.removeprefix(TYPE_RULE)
-        chosen = [number for number, layer in enumerate(layers) if layer.kind == kind]
-        if len(chosen) < num_stages:
+        indices = [index for index, layer in enumerate(layers) if layer.kind == kind]
+        if len(indices) < num_stages:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
             raise UserError(
-                f"--parallel.partition is {rule!r}, but the model has only {count_noun(len(chosen), 'layer')} of this "
+                f"--parallel.partition is {rule!r}, but the model has only {count_noun(len(indices), 'layer')} of this "
                 f"kind for {num_stages} stages",
                 hint=f"use fewer --parallel.stages, or another kind: {kinds}",
                 flags=("--parallel.partition",),
             )
-        return _even_ranges(chosen, num_layers=len(layers), num_stages=num_stages)
+        return _even_ranges(indices, num_layers=len(layers), num_stages=num_stages)
     return _balanced_ranges([layer.num_parameters for layer in layers], num_stages=num_stages)
 
 
-def _even_ranges(chosen: list[int], *, num_layers: int, num_stages: int) -> list[range]:
-    """Cut the layers so that the chosen layers are distributed evenly."""
-    quotient, remainder = divmod(len(chosen), num_stages)
+def _even_ranges(indices: list[int], *, num_layers: int, num_stages: int) -> list[range]:
+    """Cut the layers so that the layers with these indices are distributed evenly."""
+    quotient, remainder = divmod(len(indices), num_stages)
     firsts = [stage * quotient + min(stage, remainder) for stage in range(1, num_stages)]
-    return _ranges([0, *(chosen[first] for first in firsts), num_layers])
+    return _ranges([0, *(indices[first] for first in firsts), num_layers])
 
 
 def _balanced_ranges(costs: list[int], *, num_stages: int) -> list[range]:
-    """Minimise the cost of the most expensive stage; among equal solutions, fill the first stages."""
+    """Minimise the cost of the most expensive stage. If several solutions are equally good, fill the first stages."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _num_stages(costs, middle) <= num_stages else (middle + 1, high)
     starts, stage_cost = [0], 0
-    for number, cost in enumerate(costs):
-        stages_left, layers_left = num_stages - len(starts), len(costs) - number
+    for index, cost in enumerate(costs):
+        stages_left, layers_left = num_stages - len(starts), len(costs) - index
         # Near the end, start a new stage at each layer if later stages would otherwise get no layer.
-        if number > starts[-1] and stages_left and (stage_cost + cost > low or layers_left == stages_left):
-            starts.append(number)
+        if index > starts[-1] and stages_left and (stage_cost + cost > low or layers_left == stages_left):
+            starts.append(index)
             stage_cost = 0
         stage_cost += cost
     return _ranges([*starts, len(costs)])
@@ -383,7 +383,7 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
     """Call `run` on the ranks of a pipeline in turn, each with the result of the previous rank.
 
     Args:
-        first: First rank that calls `run`, with an empty tuple.
+        first: First rank that calls `run`. This rank passes an empty tuple.
 
     Returns:
         The result on this rank; an empty tuple on ranks before `first`.
@@ -427,7 +427,7 @@ def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:
 
 
 def _header(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Encode dtype, number of dimensions and shape of a tensor; zeros for None. On the CPU, so that no GPU waits."""
+    """Encode dtype, number of dimensions and shape of a tensor on the CPU, so that no GPU waits; zeros for None."""
     header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]

@@ -49,14 +49,14 @@ class Storage:
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors to the CPU, into the memory of the previous copies."""
+        """Copy tensors to the CPU. The memory of the previous copies is reused."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Write this rank's parts of `tensors` into a file. Only one rank writes a replicated tensor.
 
         Returns:
-            Table of all pieces and their files, equal on all ranks.
+            Table of all pieces and their files, the same on all ranks.
 
         Raises:
             OSError: This rank could not write its parts.
@@ -79,11 +79,11 @@ class Storage:
         Args:
             error: Error of this rank, if any.
         """
-        failed = self.gather(error is not None)
+        failures = self.gather(error is not None)
         if error is not None:
             raise error
-        if any(failed):
-            raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
+        if any(failures):
+            raise FailedElsewhere(f"rank {failures.index(True)} could not write its parts")
 
     def gather(self, value: Any) -> list[Any]:
         """Gather plain values from all ranks. The checkpoint thread may call this method during training."""
@@ -145,7 +145,7 @@ class _Writer(dcp.FileSystemWriter):
     torch's own writer stores each tensor as an archive, which takes longer than a step of a small model.
 
     Attributes:
-        error: Error of this rank. It is not raised at once, because the other ranks wait for this rank.
+        error: Error of this rank. It is not raised immediately, because the other ranks wait for this rank.
     """
 
     def __init__(self, file: Path) -> None:
@@ -166,7 +166,7 @@ class _Writer(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, size_in_bytes=len(content), storage_data=location))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # the error of a write does not contain the path
+        except OSError as error:  # an error from `write` does not contain the path
             self.error = OSError(error.errno, error.strerror, str(self._file))
         future.set_result([] if self.error else results)
         return future

@@ -1,4 +1,4 @@
-"""The ranks of a run and their collectives, and the step that they take together.
+"""The ranks of a run, their collectives, and the optimizer step that they take together.
 
 Without a launcher, the world has size 1, and every collective returns its input. The backend depends on the device of a
 tensor: gloo for CPUs, NCCL for GPUs. A world with pipelines contains smaller worlds. Example with 6 ranks and 2 stages:
@@ -32,15 +32,15 @@ class World:
         size: Number of ranks.
         local_rank: Index of the process on its machine, which is also the index of its GPU.
         group: Process group; None for the group of all ranks.
-        across, along: `replicas` and `stages` of a world with pipelines; None without pipelines.
+        replica_world, stage_world: `replicas` and `stages` of a world with pipelines; None without pipelines.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    across: "World | None" = field(default=None, repr=False, compare=False)
-    along: "World | None" = field(default=None, repr=False, compare=False)
+    replica_world: "World | None" = field(default=None, repr=False, compare=False)
+    stage_world: "World | None" = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -50,12 +50,12 @@ class World:
     @property
     def replicas(self) -> "World":
         """Ranks with the same stage as this rank, one per replica. They divide batches and average gradients."""
-        return self.across or self
+        return self.replica_world or self
 
     @property
     def stages(self) -> "World":
         """Ranks of the same replica as this rank, one per stage; without pipelines, only this rank."""
-        return self.along or World()
+        return self.stage_world or World()
 
     def cut(self, num_stages: int) -> "World":
         """Divide the ranks into pipelines of `num_stages` ranks. All ranks must call this method.
@@ -69,7 +69,7 @@ class World:
             processes = count_noun(self.size, "process", "processes")
             raise UserError(
                 f"--parallel.stages is {num_stages}, but {processes} cannot be divided into pipelines of this length",
-                hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",
+                hint=f"launch a multiple of {num_stages} processes, for example with --nproc-per-node {num_stages}",
                 flags=("--parallel.stages",),
             )
         num_replicas = self.size // num_stages
@@ -78,21 +78,24 @@ class World:
         # Every rank must take part in creating every group.
         by_stage = [_group(ranks[first::num_stages]) for first in range(num_stages)]
         by_replica = [_group(ranks[first : first + num_stages]) for first in ranks[::num_stages]]
-        along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=by_replica[replica])
-        across = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=by_stage[stage], along=along)
-        return replace(self, across=across, along=along)
+        stages = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=by_replica[replica])
+        replicas = World(
+            rank=replica, size=num_replicas, local_rank=self.local_rank, group=by_stage[stage], stage_world=stages
+        )
+        return replace(self, replica_world=replicas, stage_world=stages)
 
     def share(self, batch: int) -> int:
-        """Return the number of samples that each rank gets of a batch.
+        """Return the number of samples that each rank gets from a batch.
 
         Raises:
             UserError: The batch cannot be divided equally.
         """
         if batch % self.size:
-            nearest = max(self.size, batch - batch % self.size)
+            suggested_batch = max(self.size, batch - batch % self.size)
             raise UserError(
                 f"--batch {batch} is not a multiple of the number of processes, {self.size}",
-                hint=f"use --batch {nearest}, or another --nproc-per-node: --batch counts the samples of all processes",
+                hint=f"use --batch {suggested_batch}, or another --nproc-per-node: --batch counts the samples of all "
+                "processes",
                 flags=("--batch",),
             )
         return batch // self.size
@@ -147,11 +150,11 @@ class World:
         return cast(Outcome, outcome)
 
     def first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` only on rank 0 and broadcast its result, or the ClipmillError that it raised."""
-        return self.one(0, work)
+        """Call `work` only on rank 0, and broadcast its result or the ClipmillError that it raised."""
+        return self.call_on(0, work)
 
-    def one(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` only on one rank and broadcast its result, or the ClipmillError that it raised."""
+    def call_on(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
+        """Call `work` only on `rank`, and broadcast its result or the ClipmillError that it raised."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
@@ -167,7 +170,7 @@ class World:
 
 
 def joined_world() -> World:
-    """Return the world of the process group, if there is one, or of the launcher's variables, or a single rank."""
+    """Return the world of the process group, or else of the launcher's variables, or else a world of size 1."""
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -196,10 +199,10 @@ ONE_PROCESS = World()
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer step of one rank, as an objective sees it.
+    """Optimizer step of one rank, as seen by an objective.
 
     Attributes:
-        number: Number of the step, from 1.
+        number: Index of the step, starting at 1.
         epoch: Number of epochs before this step, including fractions; 0 for an endless training set.
         world: Ranks that divide the batch.
         seed: Seed of the run.

@@ -1,4 +1,4 @@
-"""`train doctor`: rules that find a machine's problems, the report of the command, and its entry in run.json."""
+"""`train doctor`: rules that find a machine's problems, the report of the command, and the entry in run.json."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from clipmill.train.doctor.machine import (
 # Rules: pure functions that take facts about a machine, and yield findings with hints.
 
 _GB = 1e9
-_MIN_SHM = 1 << 30  # bytes of /dev/shm that NCCL's buffers within a machine, and Ray's objects, need
+_MIN_SHM = 1 << 30  # bytes of /dev/shm for NCCL's buffers within a machine and for Ray's objects
 _MIN_FREE = 2 * _GB
 _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
@@ -145,7 +145,7 @@ def _judge_cores(machine: MachineFacts) -> Iterator[Finding]:
     if num_threads is not None and (num_threads > cores or (is_on_cpu and 2 * num_threads < cores)):
         yield _warning(
             f"OMP_NUM_THREADS is {value}, but {cores:g} cores are available",
-            "unset it, unless several processes share the machine",
+            "unset OMP_NUM_THREADS, unless several processes share the machine",
         )
 
 
@@ -153,7 +153,7 @@ def _judge_shared_memory(machine: MachineFacts) -> Iterator[Finding]:
     size = machine.host.shm_bytes
     if size is not None and size < _MIN_SHM and len(machine.accelerator.gpus) > 1:
         yield _warning(
-            f"/dev/shm, with which NCCL exchanges data between processes on several GPUs, has only {size_text(size)}",
+            f"/dev/shm has only {size_text(size)}, but NCCL uses it to exchange data between processes",
             "start the container with --shm-size 8g or --ipc host",
         )
 
@@ -165,7 +165,7 @@ def _judge_decoder(machine: MachineFacts) -> Iterator[Finding]:
     elif decoder.missing:
         yield (_broken if "h264" in decoder.missing else _warning)(
             f"PyAV {decoder.pyav} has no decoder for {', '.join(decoder.missing)}",
-            "install PyAV from its wheel, which has all decoders; chunks with other codecs can be read without it",
+            "install the PyAV wheel, which contains all decoders; chunks with other codecs can still be read",
         )
 
 
@@ -180,7 +180,7 @@ def _judge_disk(machine: MachineFacts) -> Iterator[Finding]:
         )
     if disk.free_bytes is not None and disk.free_bytes < _MIN_FREE:
         yield _warning(
-            f"{disk.path} has only {disk.free_bytes / _GB:.1f} GB left, and each checkpoint of ViT-B takes 1.8 GB",
+            f"{disk.path} has only {disk.free_bytes / _GB:.1f} GB left, but each checkpoint of ViT-B takes 1.8 GB",
             "free some space, or write runs to another disk (--out)",
         )
     if disk.problem is not None:
@@ -192,7 +192,7 @@ def _judge_disk(machine: MachineFacts) -> Iterator[Finding]:
         yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
     if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
-            f"random reads of 64 KiB, which clips require, take {speed.piece_ms:.0f} ms from {disk.path}",
+            f"random reads of 64 KiB, as needed for clips, take {speed.piece_ms:.0f} ms on {disk.path}",
             "use a faster disk, or more --workers",
         )
 
@@ -213,8 +213,8 @@ _RULES: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (
 _LABEL_WIDTH = 12
 _MAX_COLUMNS = 100
 _DISK_KINDS = {
-    **{"local": "local", "network": "a network file system", "host": "a folder of the host", "memory": "in memory"},
-    "unknown": "local or not: unknown",
+    **{"local": "local", "network": "a network file system", "host": "a folder on the host", "memory": "in memory"},
+    "unknown": "possibly not local",
 }
 _CACHED = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
 
@@ -268,7 +268,7 @@ def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
 
 
 def lines_of(machine: MachineFacts) -> dict[str, str]:
-    """Return the lines of the report, by label."""
+    """Return the lines of the report, keyed by label."""
     return {label: text for label, describe in _LINES.items() if (text := describe(machine))}
 
 
@@ -286,7 +286,7 @@ def print_report(machine: MachineFacts, findings: list[Finding]) -> None:
 
 
 def wrap_words(text: str, *, label: str, columns: int) -> str:
-    """Wrap text, with a label in front of the first line and an indent in front of the others."""
+    """Wrap text. A label precedes the first line, and the other lines are indented."""
     return textwrap.fill(
         text,
         width=columns,
@@ -323,15 +323,15 @@ def _torch(machine: MachineFacts) -> str:
 
 
 def _attention(machine: MachineFacts) -> str:
-    """List the attention backends, grouped with their kernels."""
+    """List the attention backends and the kernels that each backend uses."""
     texts: dict[str, dict[str, list[str]]] = {}
     for trial in machine.accelerator.tried:
         kernels = "fails" if trial.error else trial.kernels
         texts.setdefault(trial.attention, {}).setdefault(kernels, []).append(trial.kind)
     lines = []
     for name, kinds in texts.items():
-        each = [text if len(kinds) == 1 else f"{text} ({', '.join(names)})" for text, names in kinds.items()]
-        lines.append(f"{name}: {', '.join(each)}")
+        parts = [text if len(kinds) == 1 else f"{text} ({', '.join(names)})" for text, names in kinds.items()]
+        lines.append(f"{name}: {', '.join(parts)}")
     return "; ".join(lines)
 
 

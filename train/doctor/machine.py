@@ -1,13 +1,13 @@
-"""Facts about a machine for `train doctor`: host, disk of a folder, torch and GPUs, decoder, and training's defaults.
+"""Facts about a machine for `train doctor`: host, disk of a folder, torch and GPUs, decoder, and training defaults.
 
 Facts about the host come from /proc and /sys. If a file is missing, as in many containers, the value is None.
 
 Measuring a disk takes a few seconds (clipmill.shards.disk_speed). In a data folder, only parts of an existing tar are
 read. In other folders, a file of 48 MB is written, flushed, read and removed.
 
-As a program (`python -m clipmill.train.doctor.machine`), this file prints the facts about torch, the GPUs and attention
-trials as one JSON object. `train doctor` runs it as a child process with a timeout (`ask_child`), because a damaged
-driver can hang or kill any process that uses it.
+When run as a program (`python -m clipmill.train.doctor.machine`), this module prints the facts about torch, the GPUs
+and attention trials as one JSON object. `train doctor` runs this program as a child process with a timeout
+(`ask_child`), because a damaged driver can hang or kill any process that uses the driver.
 """
 
 import errno
@@ -39,7 +39,7 @@ _NETWORK_TYPES = {
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# File systems with which a virtual machine or sandbox shows folders of its host, whose disk cannot be examined.
+# File systems through which a virtual machine or sandbox accesses folders of its host. It cannot see the host's disk.
 _HOST_TYPES = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY_TYPES = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
@@ -76,9 +76,9 @@ class Host:
 
     Attributes:
         allowed_cores: Number of cores in the affinity mask of this process.
-        quota_cores: Number of cores whose time the cgroup allows; None without a limit.
+        quota_cores: CPU quota of the cgroup, in cores; None without a limit.
         memory_bytes: Memory of the machine, or of the cgroup if that is less.
-        free_bytes: Free part of that memory.
+        free_bytes: Free part of this memory.
         shm_bytes: Size of /dev/shm.
     """
 
@@ -94,7 +94,7 @@ class Host:
 
 
 def examine_host() -> Host:
-    """Examine this machine. This takes milliseconds."""
+    """Examine this machine's host. This takes only milliseconds."""
     lines = re.findall(r"^(\w+):[ \t]*(\d+)\b", _read(Path("/proc/meminfo")), flags=re.MULTILINE)
     fields = {name: int(number_kb) * 1024 for name, number_kb in lines}
     total, free = fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
@@ -171,7 +171,7 @@ class Disk:
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
-    """Measure the disk of a folder, for at most 15 seconds if it does not respond. Data folders are only read."""
+    """Measure the disk of a folder. Give up after 15 seconds without a response. Data folders are only read."""
     disks: list[Disk] = []
     # If the server of a mount does not respond, calls block forever. The thread is then abandoned.
     worker = threading.Thread(target=lambda: disks.append(_examine(folder, is_data=is_data)), daemon=True)
@@ -216,7 +216,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     try:
         if not is_data:
             return Disk(**facts, speed=measure_folder(path) if free_bytes >= _MIN_FREE_BYTES else None)
-        # Read the largest tar, because tars of scores are tiny. Unlike glob, scandir raises for unreadable folders.
+        # Read the largest tar, because tars with scores are tiny. Unlike glob, scandir raises for unreadable folders.
         variants = (variant for column in _folders(path) for variant in _folders(column))
         tars = [entry for variant in variants for entry in os.scandir(variant) if entry.name.endswith(".tar")]
         tar = Path(max(tars, key=lambda entry: entry.stat().st_size).path) if tars else None
@@ -239,7 +239,7 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
 
 def _unreadable_finding(error: OSError) -> Finding:
     where = f" ({error.filename})" if error.filename else ""
-    hint = "give this user permission to read it" if error.errno == errno.EACCES else _CHECK_MOUNT
+    hint = "give this user read permission" if error.errno == errno.EACCES else _CHECK_MOUNT
     return Finding("broken", f"cannot be read: {error.strerror}{where}", hint)
 
 
@@ -249,7 +249,7 @@ def _folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
 
-# Facts about torch, the GPUs and attention trials, which require a process with torch.
+# Facts about torch, the GPUs and attention trials. Only a process that imports torch can collect them.
 #
 # Shape suffixes: B batch, M tokens, H heads, K width of a head.
 
@@ -269,7 +269,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTrial:
-    """Trial of an attention backend on the device, with the kernels that it used or its error."""
+    """Trial of an attention backend on the device, with the kernels that the backend used or the error."""
 
     attention: str
     kind: str
@@ -287,12 +287,12 @@ class Accelerator:
         torch_cuda: CUDA version that torch was built for; None for torch without CUDA.
         needed_driver: Oldest NVIDIA driver that supports this CUDA version.
         driver: Version of the NVIDIA driver; None if there is no driver.
-        cuda_error: Error from torch if it finds no GPU.
-        unusable_gpu: Reason why torch cannot use a GPU of this machine, as a run prints it; None without such a GPU.
+        cuda_error: Error from torch if torch finds no GPU.
+        unusable_gpu: Reason why torch cannot use a GPU of this machine (`why_no_gpu`); None if there is no such GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
         attention: Name of the backend that `--attention auto` uses on the first GPU; unknown if no trials were run.
-        has_triton: True if triton, with which torch.compile generates GPU kernels, is installed.
+        has_triton: True if triton is installed, which torch.compile needs to generate GPU kernels.
         environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty if no trials were run.
     """
 
@@ -319,8 +319,8 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     """Examine torch and the GPUs.
 
     Args:
-        tries: True to run each attention backend on the device, and load xformers, which changes torch's settings.
-        has_gpus: True to look for GPUs, which initialises CUDA.
+        tries: True to run each attention backend on the device and to load xformers. This changes torch's settings.
+        has_gpus: True to look for GPUs. This initialises CUDA.
     """
     # Import the driver checks only here, because a run needs them only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
@@ -424,7 +424,7 @@ def _try_attention(name: str, kind: str, precision: str, device_type: str) -> At
 
 
 def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.train.doctor.machine") -> Accelerator:
-    """Examine torch in a child process. If the child hangs or crashes, `torch_error` is the reason."""
+    """Examine torch in a child process. If the child hangs or crashes, `torch_error` contains the reason."""
     from clipmill.train.device.driver import driver_version
 
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
@@ -442,8 +442,8 @@ def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.tr
         try:
             return accelerator_of(json.loads(printed))
         except (ValueError, KeyError, TypeError):
-            lines = errors.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            reason = f"the process that tests torch and attention ended with {process.returncode}: {lines[-1]}"
+            lines = errors.decode(errors="replace").strip().splitlines() or ["no output"]
+            reason = f"the process that tests torch and attention ended with code {process.returncode}: {lines[-1]}"
     return Accelerator(torch_error=reason, driver=driver_version())
 
 
@@ -453,7 +453,7 @@ CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Versions of PyAV and libavcodec, with the missing `CODECS`; or the error from importing PyAV."""
+    """Versions of PyAV and libavcodec, and the `CODECS` that are missing; or the error from importing PyAV."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -499,7 +499,7 @@ class TrainingDefaults:
 
 
 def examine(*, device: str, shards: Path | None) -> MachineFacts:
-    """Examine everything in about 10 seconds, including the disk of `shards` or, if it is None, the current folder."""
+    """Examine everything in about 10 seconds, including the disk of `shards` or, by default, of the current folder."""
     disk = examine_disk(shards or Path(), is_data=shards is not None)
     return _examine_parts(device, ask_child(), disk=disk)
 

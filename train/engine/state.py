@@ -226,7 +226,7 @@ def new_state(
             units=task.units(model),
             world=world,
             device=device,
-            products=precision.matmul_dtype,
+            matmul_dtype=precision.matmul_dtype,
         )
     optimizer = make_optimizer(model, objective, settings)
     ema: Ema | None = None

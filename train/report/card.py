@@ -1,4 +1,4 @@
-"""The model card of exported weights: README.md, in the format of the Hugging Face Hub."""
+"""Model card of exported weights: README.md, in the format of the Hugging Face Hub."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, f
     """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
-        opener: Python expression with which another library opens the exported folder, named OUT.
+        opener: Python expression that opens the exported folder, named OUT, in another library.
         folder: Name of the folder with the weights, for the code examples.
         step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """

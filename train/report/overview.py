@@ -67,7 +67,7 @@ def seed_groups(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
 
 
 def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the speed-up of each run over a comparable run with the fewest processes, by the index of the run.
+    """Return the speed-up of each run over the comparable run with the fewest processes, keyed by the run's index.
 
     Comparable runs have the same settings, except batch size, learning rate, strategy and seed: the batch may grow with
     the number of processes, or be divided among them.
@@ -86,7 +86,7 @@ def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 def num_processes(facts: Mapping[str, Any]) -> int:
-    """Return the number of processes of a run; 1 if run.json does not record it."""
+    """Return the number of processes of a run; 1 if run.json does not record the number."""
     first = str(facts.get("processes", "1")).partition(",")[0]
     return int(first) if first.isdecimal() else 1
 
@@ -132,8 +132,8 @@ class ComparisonTable:
         subtitle: Row, split and data of the evaluation.
         columns: Names of the metrics.
         reference: Name of the reference value of each metric.
-        cells: Cells of all columns, by the index of the run.
-        cautions: Limitations of the metrics, by the index of the run.
+        cells: Cells of all columns, keyed by the index of the run.
+        cautions: Limitations of the metrics, keyed by the index of the run.
     """
 
     title: str
@@ -227,7 +227,7 @@ def _headline_cells(table: Table) -> Sequence[Cell]:
 
 
 def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the values of the settings that differ between runs, by name; a dash if a run has no such setting."""
+    """Return the settings that differ between runs, as {name: value of each run}; a dash stands for a missing value."""
     names = dict.fromkeys(name for run in settings for name in run if name.partition(".")[0] not in MACHINE_SETTINGS)
     values = {name: [str(run.get(name, "-")) for run in settings] for name in names}
     return {name: texts for name, texts in values.items() if len(set(texts)) > 1}

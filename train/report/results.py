@@ -135,7 +135,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], groups_of_metrics: Sequen
     order = [group.title for group in groups_of_metrics]
     curves = []
     # Charts are in the order of `groups_of_metrics`; metrics without a group come last.
-    rank = {title: number for number, title in reversed([*enumerate(order)])}
+    rank = {title: index for index, title in reversed([*enumerate(order)])}
     for (split, title), labels in sorted(groups.items(), key=lambda group: rank.get(group[0][1], len(order))):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
         chart_lines = [
@@ -173,7 +173,7 @@ def _chart_of(name: str, groups: Sequence[CurveGroup]) -> tuple[str, str]:
 
 
 def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 0.0) -> list[tuple[float, float]]:
-    """Return the finite values by step; values closer to 0 than `rounding` become 0."""
+    """Return pairs of step and finite value. Values closer to 0 than `rounding` become 0."""
     values = ((float(line["step"]), value(line)) for line in lines)
     finite = ((step, number) for step, number in values if number is not None and math.isfinite(number))
     return [(step, 0.0 if abs(number) < rounding else number) for step, number in finite]
@@ -185,7 +185,7 @@ _NUM_DIGITS = 6
 
 
 def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return what a page needs to draw the charts of `curves`: `json`, `scripts` and `style`."""
+    """Return the template values that a page needs to draw `curves`: `json`, `scripts` and `style`."""
     charts = [
         {
             "title": escape_invisible(curve.title),
@@ -268,7 +268,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
 
 def _results(run: RunFolder, evaluations: Sequence[EvaluationSpec], *, trained_split: object) -> list[dict[str, Any]]:
     """Return the results of evaluations: first on the run's data, with the training split last; then on other data."""
-    order = {evaluation.result_name: number for number, evaluation in enumerate(evaluations)}
+    order = {evaluation.result_name: index for index, evaluation in enumerate(evaluations)}
     results = []
     for path in run.results():
         result = read_object(path)
@@ -280,7 +280,9 @@ def _results(run: RunFolder, evaluations: Sequence[EvaluationSpec], *, trained_s
         try:
             results.append({**result, **_shown_result(result, evaluations[order[result["evaluation"]]])})
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise UserError(f"{path} is damaged: {error!r}", hint="remove it, or run the evaluation again") from error
+            raise UserError(
+                f"{path} is damaged: {error!r}", hint="remove the file, or run the evaluation again"
+            ) from error
     return sorted(
         results,
         key=lambda result: (

@@ -76,7 +76,7 @@ class EmbeddingPart:
     end: int
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the finished part."""
+        """Return the path of the part's file, which exists once the part is finished."""
         return folder / PARTS / f"{self.kind}-{self.begin:012d}.npz"
 
 
@@ -97,7 +97,7 @@ def publish_folder(
     """Join the parts into the files of the folder. embed.json is written last; then the parts are removed.
 
     Args:
-        plan: Description of the work, which becomes a part of embed.json.
+        plan: Description of the work. It becomes a part of embed.json.
 
     Returns:
         The content of embed.json.
@@ -331,7 +331,7 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         The content of embed.json.
 
     Raises:
-        UserError: The folder holds files of other work, is damaged, or is being written by another process.
+        UserError: The folder contains files from other work, is damaged, or is being written by another process.
         FailedWork: No clip could be decoded, or an embedding is not finite.
     """
     with ExitStack() as stack:

@@ -145,7 +145,7 @@ class EmbeddingFolder:
         return int(rows[0])
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """Return the vector of a clip, scaled to unit length; UserError if it is not finite."""
+        """Return the vector of a clip, scaled to unit length. Raise a UserError if the vector is not finite."""
         vector: NDArray[np.float32] = np.array(np.load(self.path / VIDEO, mmap_mode="r")[row])
         if not np.isfinite(vector).all():
             raise UserError(
@@ -167,7 +167,7 @@ def open_embeddings(path: Path) -> EmbeddingFolder:
             raise UserError(
                 f"the embeddings in {path} are unfinished", hint="run the same train embed command again to resume"
             )
-        problem = f"{path} holds no embeddings: it has no {RECORD}" if path.is_dir() else f"there is no folder {path}"
+        problem = f"{path} holds no embeddings: {RECORD} is missing" if path.is_dir() else f"there is no folder {path}"
         out = shlex.quote(f"{path}-embedded" if path.is_dir() else str(path))
         raise UserError(problem, hint=f"run train embed WEIGHTS --shards DATA --out {out}")
     require_complete_files(path, record)
@@ -188,24 +188,24 @@ def require_complete_files(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_folder_record(path: Path) -> dict[str, Any] | None:
-    """Read embed.json; None if it is missing; UserError if it is damaged, or has a different format."""
+    """Read embed.json; return None if it is missing. Raise a UserError if it is damaged or has a different format."""
     try:
         record = read_checked_json(path / RECORD)
         if record["format"] != FORMAT:
             raise UserError(
                 f"{path} has format {record['format']}, but this version reads format {FORMAT}",
-                hint="use the version of clipmill that wrote it",
+                hint="use the version of clipmill that wrote the folder",
             )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no entry {error}" if isinstance(error, KeyError) else error
+        reason = f"the entry {error} is missing" if isinstance(error, KeyError) else error
         raise UserError(f"{path / RECORD} cannot be read: {reason}", hint=_NEW_FOLDER_HINT) from error
     return record
 
 
 def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError if the work in a folder differs from the requested work; the error lists the differences."""
+    """Raise a UserError that lists the differences if the work in a folder differs from the requested work."""
     changes = [differences(old, new, ignored=_IGNORED_ENTRIES | {_IDENTITY})]
     if old["weights"]["identity"] != new["weights"]["identity"]:
         old_weights, new_weights = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))

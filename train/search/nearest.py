@@ -1,4 +1,4 @@
-"""Exact nearest-neighbour search in an npy file, which is read once, in blocks, with a few megabytes per thread.
+"""Exact nearest-neighbour search in an npy file. The file is read once, in blocks of a few megabytes per thread.
 
 Shape suffixes: Q queries, N rows of the file, R rows of a block, E width, K best rows.
 """
@@ -27,7 +27,7 @@ class NearestRows:
     """The most similar rows for each query, by descending score; rows with equal scores are in ascending order.
 
     Attributes:
-        row_QK: Row numbers, int64.
+        row_QK: Row indices, int64.
         score_QK: Cosine similarities, float32.
     """
 
@@ -47,7 +47,7 @@ def find_nearest(
 
     Args:
         is_unit_length: True if the rows are unit vectors; otherwise each score is divided by the length of its row.
-        on_progress: Function to call with the number of rows of each block that is finished, from several threads.
+        on_progress: Function that several threads call with the number of rows of each finished block.
 
     Raises:
         UserError: The file is damaged, or its rows are not as wide as the queries.
@@ -116,7 +116,7 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
 
 
 def open_matrix(path: Path) -> NDArray[np.float32]:
-    """Map an npy file that holds a float32 matrix; UserError if it is missing, truncated or has other content."""
+    """Map an npy file with a float32 matrix. Raise a UserError if it is missing, truncated or has other content."""
     report_lost_pages()
     try:
         matrix: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)

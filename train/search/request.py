@@ -41,7 +41,7 @@ class EmbedRequest(Checked):
     batch: Annotated[int, Range(least=1)] = 64
     """Number of clips per forward pass of each process."""
     workers: Annotated[int, Range(least=1)] = 4
-    """Number of threads per process that read and decode."""
+    """Number of reading and decoding threads per process."""
     device: Device = "auto"
     """Device to run the model on."""
 

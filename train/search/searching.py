@@ -63,7 +63,7 @@ def search(
     Args:
         like: Keys or rows of the example clips.
         encode: Function that takes texts and returns unit-length embeddings [Q, E]; called only if there are texts.
-        on_progress: Function to call with the number of rows of each block that is finished.
+        on_progress: Function that is called with the number of rows of each finished block.
 
     Raises:
         UserError: There is no query, a query is empty, an example clip is unknown, or the stored features cannot be
@@ -103,7 +103,7 @@ def search_folder(
     """Encode the texts with the weights that embedded the clips, then search and show the progress.
 
     Raises:
-        UserError: As in `search`; or the weights are missing or have changed.
+        UserError: See `search`. The error is also raised if the weights are missing or have changed.
     """
     _check_queries(folder, texts, like=like, top=top)
     vectors = _encode(folder, texts, weights=weights, device=device) if texts else None
@@ -129,7 +129,8 @@ def _encode(
         raise
     if model.identity != record["identity"]:
         raise UserError(
-            f"{folder.path} was embedded with different weights than {source} now holds: {record['description']}",
+            f"{source} no longer contains the weights that computed the embeddings in {folder.path}: "
+            f"{record['description']}",
             hint="pass the original weights with --weights, or run train embed again with a new --out",
         )
     return model.encode_text(texts).cpu().numpy()
@@ -206,8 +207,8 @@ def write_search_page(
     clips = [hit.clip for result in results for hit in result.hits]
     if clips and not any(map(player.has_chunks, clips)):
         raise UserError(
-            f"{data['shards']} has different data than {folder.path}: split {data['split']!r} contains no video of "
-            f"the clips in the results, such as {clips[0].video}",
+            f"the embeddings in {folder.path} belong to other data than {data['shards']}: split {data['split']!r} "
+            f"contains none of the videos in the results, such as {clips[0].video}",
             hint=f"use --shards with the data folder that was embedded: {record['data']['description']}",
         )
     facts = {

@@ -207,7 +207,7 @@ def test_cuts_that_cannot_be_are_refused() -> None:
 def test_microbatches_that_do_not_divide_a_share_are_refused() -> None:
     three = ParallelSettings(stages=3)
     check_microbatches(12, size=4, settings=three)
-    with pytest.raises(UserError, match="--microbatch 5 does not divide the 12 samples of a pipeline in a batch"):
+    with pytest.raises(UserError, match="--microbatch 5 does not divide the 12 samples per batch of a pipeline"):
         check_microbatches(12, size=5, settings=three)
     with pytest.raises(UserError, match="--microbatch 6 divides its 12 samples per batch into only 2") as caught:
         check_microbatches(12, size=6, settings=three)

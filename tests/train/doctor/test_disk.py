@@ -105,7 +105,7 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
     stdout = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (data / closed).chmod(0o700)
     what = f"cannot be read: Permission denied ({data / closed})"
-    assert stdout == f"{(what, 'give this user permission to read it')}\n"
+    assert stdout == f"{(what, 'give this user read permission')}\n"
 
 
 def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(

@@ -73,10 +73,10 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     ("program", "words"),
     [
         ("import time; time.sleep(600)", "did not respond within 3 s"),
-        ("import os; os.abort()", "ended with -6"),
-        ("raise SystemExit('the driver is gone')", "ended with 1: the driver is gone"),
-        ("print('{}')", "ended with 0"),
-        ("print('no JSON')", "ended with 0"),
+        ("import os; os.abort()", "ended with code -6"),
+        ("raise SystemExit('the driver is gone')", "ended with code 1: the driver is gone"),
+        ("print('{}')", "ended with code 0"),
+        ("print('no JSON')", "ended with code 0"),
     ],
 )
 def test_a_driver_that_hangs_or_kills_is_told_of(
