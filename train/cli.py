@@ -88,7 +88,7 @@ def doctor(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Report the hardware and software of this machine, what training would use, and problems.
+    """Report this machine's hardware and software, the settings that training would use, and any problems.
 
     Exit codes: 0 if training can run, even with warnings; 1 if something would stop it; 2 for invalid usage.
 

@@ -6,7 +6,7 @@ from functools import partial
 from clipmill.manifests.plugins import Parts
 from clipmill.train.spec import EvaluationSpec, Tasks, TaskSpec
 
-# Import paths of the commands that tasks have besides training, evaluations and export.
+# Import paths of the commands that tasks provide in addition to training, evaluation and export.
 COMMANDS = {
     "caption-video": "clipmill.train.tasks.caption.commands:caption_video",
     "caption-chunks": "clipmill.train.tasks.caption.commands:caption_chunks",
@@ -43,12 +43,12 @@ def find_task(name: str) -> TaskSpec:
 
 
 def tasks_where(condition: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """Return functions that load the tasks for which a condition holds, by name; by default, all tasks."""
+    """Return functions that load the tasks that meet a condition (default: all tasks), keyed by task name."""
     return {task.name: partial(find_task, task.name) for task in tasks() if condition(task)}
 
 
 def evaluations() -> dict[str, EvaluationSpec]:
-    """Return the evaluations of all tasks by name."""
+    """Return the evaluations of all tasks, keyed by name."""
     return {evaluation.name: evaluation for task in tasks() for evaluation in task.evaluations}
 
 

@@ -52,7 +52,7 @@ class EvaluationSpec:
         example: Example of a command line.
         run_help: Description of the runs that the command accepts.
         needs: Required flags, such as `--label NAME`; empty for none.
-        settings: Frozen dataclass with a field `split`, whose fields are the flags.
+        settings: Frozen dataclass whose fields are the flags. It must have a field `split`.
         score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. It may raise
             UserError and FailedWork.
         table: Function that takes a result and returns its table.
@@ -92,7 +92,7 @@ class ExportRequest:
         title: Title of the weights, for error messages.
         settings: Settings of the run that trained the weights.
         task: Opened task, with the classes or the decoder of the weights.
-        weights: Tensors of the task's model, by name.
+        weights: Tensors of the task's model, keyed by name.
         shape: Dimensions of the model.
         logits: Scale and bias that turn cosines into logits.
         form: Name of the format.
@@ -178,8 +178,8 @@ class TaskSpec:
         example: Example of a command line.
         settings: Settings class, whose fields are the flags.
         make: Function that takes settings, attention, device and the result of `run_arguments`, and returns the task.
-        run_arguments: Function that takes a run with a checkpoint and returns more arguments for `make`: the classes or
-            the tokenizer of the run, so that the task can be opened without the run's data.
+        run_arguments: Function that takes a run with a checkpoint and returns additional arguments for `make`: the
+            classes or the tokenizer of the run, so that the task can be opened without the run's data.
         effective_settings: Function that takes settings, source (None without initial weights) and `say`. It returns
             the settings with the values that the initial weights determine.
         evaluations: Evaluations, in the order of the results page.
@@ -228,13 +228,13 @@ class TaskSpec:
 
         Args:
             run: Run with a checkpoint, whose classes or tokenizer are used; None for a new run or other weights.
-            opened: Attention backend and device. For weights that do not come from a run, also the `shape` of the
+            arguments: Attention backend and device. For weights that do not come from a run, also the `shape` of the
                 model, and the `AdoptedModel.open_arguments`.
         """
         return self.make(settings, **{**({} if run is None else self.run_arguments(run)), **arguments})
 
 
-# Functions that import the spec of a task, by the name of the task.
+# Functions that import the spec of a task, keyed by the name of the task.
 Tasks = Mapping[str, Callable[[], TaskSpec]]
 
 

@@ -1,8 +1,8 @@
 """The six supported colour encodings, which represent RGB as Y, U and V, with exact conversion matrices.
 
-An encoding is a number from 0 to 5: 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020, in
-this order. The weights of red and blue are from the ITU-R recommendations with these names, and the matrix
-coefficient codes are from H.273. This module does not load torch.
+The index of an encoding, from 0 to 5, is 2 * matrix + (1 for full range). The matrices are BT.601, BT.709 and BT.2020,
+in this order. The weights of red and blue come from the ITU-R recommendations with these names, and the matrix
+coefficient codes come from H.273. This module does not load torch.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _FULL_RANGE = 2  # AVCOL_RANGE_JPEG in libav
 
 
 def colour_encoding(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
-    """Return the number of a decoded frame's colour encoding.
+    """Return the index of a decoded frame's colour encoding.
 
     Args:
         colorspace: Matrix code in libav (`frame.colorspace`). An unspecified matrix is treated as BT.601, as in ffmpeg.
@@ -38,7 +38,7 @@ def colour_encoding(*, colorspace: int, color_range: int, is_full_format: bool) 
 def rgb_matrices() -> NDArray[np.float64]:
     """Return the affine map of each encoding, [6, 3, 4], from (Y, U, V, 1) with values 0..255 to R, G and B in 0..1."""
     matrices = np.empty((len(COLOUR_ENCODINGS), 3, 4))
-    for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
+    for index, (red, blue) in enumerate(_LUMA_WEIGHTS):
         green = 1 - red - blue
         from_ypbpr = np.array(
             [
@@ -51,6 +51,6 @@ def rgb_matrices() -> NDArray[np.float64]:
         # is 128.
         for is_full, black, luma_span, chroma_span in ((0, 16, 219, 224), (1, 0, 255, 255)):
             linear = from_ypbpr / np.array([luma_span, chroma_span, chroma_span])
-            matrices[2 * number + is_full, :, :3] = linear
-            matrices[2 * number + is_full, :, 3] = -linear @ np.array([black, 128, 128])
+            matrices[2 * index + is_full, :, :3] = linear
+            matrices[2 * index + is_full, :, 3] = -linear @ np.array([black, 128, 128])
     return matrices

@@ -3,9 +3,9 @@
 All colour changes are affine, so they are combined into one matrix and applied in one pass.
 
 Chroma has half the resolution of luma, and is upsampled bilinearly. Each chroma sample lies at the centre of the four
-pixels that it represents, which is where cropping and resizing (and swscale) put it. By default, swscale repeats each
-sample instead, which is less accurate; the README has figures. Upsampled values are multiples of 1/16, which float32
-represents exactly, so the result for flipped planes is the exact mirror image.
+pixels that it represents, where cropping and resizing (and swscale) put it. By default, swscale repeats each sample
+instead of interpolating, which is less accurate; the README contains measurements. Upsampled values are multiples of
+1/16, which float32 represents exactly, so the result for flipped planes is the exact mirror image.
 
 Peak memory of a clip in bytes per pixel: result 12, upsampled chroma 8, flipped planes 1.5.
 """
@@ -115,7 +115,7 @@ def _draw_operations(
 
 
 def _draw_boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Draw boxes with random areas and aspect ratios, [B, 4]. A clip gets the first of ten that fits, or no box."""
+    """Draw boxes with random areas and aspect ratios, [B, 4]. A clip gets the first of ten boxes that fits, or none."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4
@@ -207,22 +207,22 @@ def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
 def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
     """Blur the clips of `video` (float32 [B, C, T, S, S]) whose sigma [B] is not 0, in place.
 
-    Clips are blurred one at a time, so the additional memory is two clips, regardless of the batch size.
+    Clips are blurred one at a time, so the additional memory is the size of two clips, regardless of the batch size.
     """
     # Disable autocast, because bf16 has a mantissa of only eight bits.
     with torch.autocast(video.device.type, enabled=False):
-        for number in np.flatnonzero(sigma_px):
-            matrix = send(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
-            video[number] = matrix.T @ (video[number] @ matrix)
+        for clip in np.flatnonzero(sigma_px):
+            matrix = send(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[clip])), video.device)
+            video[clip] = matrix.T @ (video[clip] @ matrix)
 
 
 def erase_clips(video: torch.Tensor, draw: Draw) -> None:
     """Fill the drawn boxes in `video` (float32 [B, C, T, S, S], normalised) with noise, in place."""
     size_px = video.shape[-1]
-    for number in np.flatnonzero(draw.box[:, 0]):
-        rows, columns = box_slices(draw.box[number], size_px=size_px)
-        box = video[number, ..., rows, columns]
-        box.copy_(_noise(int(draw.noise_seed[number]), box.shape, device=video.device))
+    for clip in np.flatnonzero(draw.box[:, 0]):
+        rows, columns = box_slices(draw.box[clip], size_px=size_px)
+        box = video[clip, ..., rows, columns]
+        box.copy_(_noise(int(draw.noise_seed[clip]), box.shape, device=video.device))
 
 
 def box_slices(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
@@ -233,7 +233,7 @@ def box_slices(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Draw normally distributed numbers (Box and Muller 1958) that are equal on all devices, except for rounding."""
+    """Draw normally distributed numbers (Box and Muller 1958), the same on all devices, except for rounding."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -317,7 +317,7 @@ def convert_planes(
     Args:
         to_rgb_B34: Conversion matrix of each clip (`rgb_matrices`).
         to_normalised_B35: Affine map of each clip's colours (`colour_map`).
-        flip_B: True for clips to flip, bool; None to flip no clip.
+        flip_B: Bool tensor, True for each clip to flip; None to flip no clip.
         has_contrast: True if the contrast of any clip changes, so that the mean grey values are needed.
         black, white: Normalised values of black and white for each channel.
     """
@@ -338,15 +338,15 @@ def convert_planes(
     upsampled = upsampled.unflatten(1, (-1, 2))
     clips = torch.addcmul(offset, luma[:, None], matrix[:, :, 0])
     clips.addcmul_(upsampled[:, None, :, 0], matrix[:, :, 1]).addcmul_(upsampled[:, None, :, 1], matrix[:, :, 2])
-    for number, (low, high) in enumerate(zip(black, white, strict=True)):
-        clips[:, number].clamp_(low, high)
+    for channel, (low, high) in enumerate(zip(black, white, strict=True)):
+        clips[:, channel].clamp_(low, high)
     return clips
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
     """Return the mean grey value of each clip, [B].
 
-    The sums are of integers, so they are exact in any order of summation.
+    Only integers are summed, so the sums are exact in any order.
     """
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)

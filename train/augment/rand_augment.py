@@ -63,8 +63,7 @@ def rand_augment_clips(
         mean, std: Mean and standard deviation by which `video` was normalised.
     """
     steps = {
-        int(number): _steps(operations[number], strengths[number])
-        for number in np.flatnonzero((operations >= 0).any(axis=1))
+        int(clip): _steps(operations[clip], strengths[clip]) for clip in np.flatnonzero((operations >= 0).any(axis=1))
     }
     if not steps:
         return
@@ -92,10 +91,10 @@ def rand_augment_clips(
 def _steps(operations_N: NDArray[np.int64], strengths_N: NDArray[np.float64]) -> list[list[Operation]]:
     """Group a clip's operations into steps, in order. Consecutive lookup tables form one step."""
     steps: list[list[Operation]] = []
-    for number, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
-        if number < 0:
+    for index, strength in zip(operations_N.tolist(), strengths_N.tolist(), strict=True):
+        if index < 0:
             continue
-        operation = (OPERATIONS[number], strength)
+        operation = (OPERATIONS[index], strength)
         if steps and _kind(operation[0]) == "table" == _kind(steps[-1][0][0]):
             steps[-1].append(operation)
         else:
@@ -208,8 +207,8 @@ def _blend(clips_NPHW: torch.Tensor, operations: Sequence[Operation]) -> torch.T
     blended_NCTHW = clips_NCTHW.float().mul_(send(factors_N[:, None, None, None, None], clips_NPHW.device))
     # Add one clip at a time, because only `add_` with `alpha` rounds once, as torchvision does.
     for (name, strength), blended_CTHW, grey_THW in zip(operations, blended_NCTHW, grey_NTHW, strict=True):
-        other = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
-        blended_CTHW.add_(other, alpha=1 - _factor(strength))
+        grey = grey_THW if name == "saturation" else grey_THW.mean((1, 2), keepdim=True, dtype=torch.float32)
+        blended_CTHW.add_(grey, alpha=1 - _factor(strength))
     return blended_NCTHW.flatten(1, 2).clamp_(0, _WHITE).to(torch.uint8)
 
 

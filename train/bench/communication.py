@@ -55,15 +55,15 @@ class FeatureExchange(Similarities):
     """OpenCLIP's exchange for a contrastive loss, which is the baseline in FastCLIP's tables 15 to 22.
 
     Embeddings are gathered with their gradients. Each rank computes the losses with its own clips and captions as
-    anchors, and obtains gradients of the embeddings of all ranks, which REDUCE_SCATTER sums: 2 B E numbers. The
-    exchange in training (clipmill.train.losses.contrastive) sends only a few numbers per pair. Both exchanges give the
-    same loss and gradients.
+    anchors, and obtains gradients for the embeddings of all ranks. REDUCE_SCATTER sums these gradients: 2 B E numbers.
+    The exchange in training (clipmill.train.losses.contrastive) sends only a few numbers per pair. Both exchanges give
+    the same loss and gradients.
     """
 
     def gradients(
         self, weights: Weights, *, clips_KB: torch.Tensor, captions_KB: torch.Tensor, pair_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of the base class with the pairs of this rank only, and sum them over the ranks."""
+        """Compute the gradients of the base class from only this rank's pairs, and sum them over the ranks."""
         width = self.video_bE.shape[1]
         videos, texts = slice(0, width), slice(width, None)
         grad_B2E = torch.zeros_like(self.pairs_B2E)
@@ -159,11 +159,11 @@ def run_breakdown(
     seconds: float,
     world: World,
 ) -> dict[str, Any]:
-    """Break down steps with each strategy and exchange. Return a JSON-serialisable dict that is equal on all ranks.
+    """Break down steps with each strategy and exchange. Return a JSON-serialisable dict, the same on all ranks.
 
     Args:
         exchanges: Exchanges for a contrastive loss; None for the exchange in training.
-        seconds: Approximate time of each measurement.
+        seconds: Approximate duration of each measurement in seconds.
 
     Raises:
         UserError: The data cannot be measured (see `open_bench`), or --parallel.stages is above 1.
@@ -203,7 +203,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
             raise UserError(
                 "--exchanges needs a contrastive loss with gradients in closed form, but the objective is "
                 f"{type(objective).__name__}",
-                hint="omit it, or measure a task with one of clipmill's contrastive losses (--loss.kind)",
+                hint="omit --exchanges, or measure a task with one of clipmill's contrastive losses (--loss.kind)",
                 flags=("--exchanges",),
             )
         objective.exchange = _EXCHANGES[exchange]
@@ -248,7 +248,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
 def _record_events(device: torch.device) -> Iterator[list[Event]]:
     """Record the events within the block. The list is filled when the block ends."""
     events: list[Event] = []
-    if device.type != "cuda":  # without a GPU, the library of the profiler would print several messages
+    if device.type != "cuda":  # without a GPU, the profiler's library would print several messages
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as profiler:

@@ -65,8 +65,8 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
         "read_bytes_per_item": rates.read_bytes_per_item,
         "memory_bytes": step_times.memory_bytes,
         "disk": disk and asdict(disk),
-        "num_failed": len(rates.failed),
-        "first_failure": next((f"{key}: {detail}" for key, detail in rates.failed.items()), None),
+        "num_failed": len(rates.failures),
+        "first_failure": next((f"{key}: {detail}" for key, detail in rates.failures.items()), None),
         **facts_of(opened),
     }
 
@@ -75,11 +75,11 @@ def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds:
     """Open a task for measurements.
 
     Raises:
-        UserError: `seconds` is not a number above 0, there are several data folders, the data do not exist, or they
-            have fewer samples than a batch.
+        UserError: `seconds` is not a number above 0, there are several data folders, the data do not exist, or the data
+            contain fewer samples than a batch.
     """
     if not (math.isfinite(seconds) and seconds > 0):
-        error = f"--seconds is {seconds}, which is not a time above 0"
+        error = f"--seconds is {seconds}, but must be greater than 0"
         raise UserError(error, hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
@@ -168,10 +168,10 @@ def advice(cause: str, settings: ClipSettings, *, cores: int) -> list[str]:
     hints += {
         READ: [
             "a faster disk, or chunks of a lower bitrate",
-            "more --workers, because they wait for the disk and do not need cores",
+            "more --workers, because threads that wait for the disk need no cores",
         ],
-        DECODE: ["chunks that are cheaper to decode: a smaller short side, or every frame a key frame"],
-        CROP: ["chunks of a smaller short side, or a smaller --size-px"],
+        DECODE: ["chunks that are cheaper to decode: a smaller short side, or only key frames"],
+        CROP: ["chunks with a smaller short side, or a smaller --size-px"],
         TOKENS: ["shorter captions"],
         "loader": ["a faster disk, or more --workers"],
         "transfer": ["a smaller --size-px or fewer --num-frames"],
@@ -244,7 +244,6 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
         lines.append("the model and the decoders share the cores, so both are slower than when they run separately")
     lines += [f"what to change ({cause}): {hint}" for hint in result["advice"]]
     if result["num_failed"]:
-        lines.append(
-            f"{count_noun(result['num_failed'], 'sample')} could not be loaded, first {result['first_failure']}"
-        )
+        failures = f"{count_noun(result['num_failed'], 'sample')} could not be loaded"
+        lines.append(f"{failures}; the first failure: {result['first_failure']}")
     return lines

@@ -119,7 +119,7 @@ class StepTimes:
 
     Attributes:
         first_s: Time of the first step in seconds; it includes compilation, allocation and the counting of FLOPs.
-        step_times: Time of each later step in seconds, without steps whose batches were loaded in the first step.
+        step_times: Time of each later step in seconds, except steps whose batches were loaded during the first step.
         wait_share: Fraction of `step_times` that was spent waiting for data.
         memory_bytes: Peak memory of this process; on a GPU, peak GPU memory.
     """
@@ -131,7 +131,7 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step in seconds. Single steps are not representative, as they take batches from a queue."""
+        """Mean step time in seconds. A single step is not representative, because it takes its batch from a queue."""
         return sum(self.step_times) / len(self.step_times)
 
 
@@ -170,7 +170,7 @@ def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, min_steps: i
 
 @contextmanager
 def convert_failures(settings: ClipSettings) -> Iterator[None]:
-    """Convert a TooManyFailures within the block into FailedWork."""
+    """Convert a `TooManyFailures` error within the block to `FailedWork`."""
     try:
         yield
     except TooManyFailures as error:
@@ -182,8 +182,8 @@ def convert_failures(settings: ClipSettings) -> Iterator[None]:
 # Rates of the stages of a step: in the threads of the loader, the copy to the device, and the model.
 #
 # The measurements use the loader and the steps of a run. A stopwatch around their methods sums the time of each stage.
-# A thread of the loader runs its stages in sequence, so the rate of a stage is the rate that all threads would have if
-# they ran only this stage.
+# Each thread of the loader runs the stages in sequence. The rate of a stage is the rate that all threads together would
+# reach if they ran only this stage.
 
 READ, DECODE, CROP, TOKENS, AUGMENT = "read", "decode", "crop", "tokens", "augment"
 LOADER_STAGES = (READ, DECODE, CROP, TOKENS)
@@ -196,7 +196,7 @@ class Stopwatch:
         wait: Function that waits for the work that a stage has queued on the device.
 
     Attributes:
-        times_s: Time of each call in seconds, by stage.
+        times_s: Time of each call in seconds, keyed by stage.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -240,14 +240,14 @@ class Rates:
         stages: Rate of each stage; None for a stage that is not needed. Only a loader of pixel clips has stages.
         loader, compute: Rates of the loader (from the disk to batches) and of steps on one batch, measured separately.
         read_bytes_per_item: Bytes that the loader reads per item; None if the loader has no stages.
-        failed: Details of the samples that could not be loaded, by key.
+        failures: Details of the samples that could not be loaded, keyed by sample key.
     """
 
     stages: dict[str, float | None]
     loader: float
     compute: float
     read_bytes_per_item: float | None
-    failed: dict[str, str]
+    failures: dict[str, str]
 
 
 def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]:
@@ -257,7 +257,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
         FailedWork: Too many samples could not be loaded.
     """
     settings, batch = opened.settings, opened.settings.batch
-    watch, sizes, failed = Stopwatch(opened.wait), list[int](), dict[str, str]()
+    watch, sizes, failures = Stopwatch(opened.wait), list[int](), dict[str, str]()
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, watch, sizes)
@@ -270,7 +270,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
             began_s = time.perf_counter()
             loaded = next(batches)
             waits_s.append(time.perf_counter() - began_s)
-            failed |= {sample.key: sample.detail for sample in loaded.failed}
+            failures |= {sample.key: sample.detail for sample in loaded.failed}
     watch.is_running = False
     # The threads have loaded more samples than were used.
     num_loaded = len(watch.times_s[TOKENS])
@@ -302,7 +302,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
         loader=batch / fmean(waits_s[1:]),
         compute=batch / compute_s,
         read_bytes_per_item=sum(sizes) / num_loaded if num_loaded else None,
-        failed=failed,
+        failures=failures,
     )
     return rates, steps
 

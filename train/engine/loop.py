@@ -232,7 +232,7 @@ def run_step(
         max_norm=settings.max_grad_norm,
         loss_scale=loss_scale,
         stages=world.stages,
-        repeated=[] if state.pipeline is None else state.pipeline.repeated_parameters,
+        repeated_parameters=[] if state.pipeline is None else state.pipeline.repeated_parameters,
     )
 
     # Take the step if the loss and the norm are finite. The device decides this, so that the host need not wait.

@@ -45,12 +45,12 @@ class Ema:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the averages by tensor name, without a copy; DTensors for sharded weights."""
+        """Return the averages, keyed by tensor name, without copying them. Averages of sharded weights are DTensors."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the averages from `state_dict`; ValueError if it contains different tensors."""
+        """Restore the averages from a state dict. Raise a ValueError if the dict contains different tensors."""
         if state.keys() != self._averages.keys():
             raise ValueError(
                 f"the saved averages belong to different tensors: {sorted(state.keys() ^ self._averages.keys())[:5]}"
@@ -80,6 +80,6 @@ class Ema:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers of a model by their plain names."""
+    """Return all parameters and buffers of a model, sharded if it uses FSDP, keyed by their plain names."""
     reshard(model)
     return {plain_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}

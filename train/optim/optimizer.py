@@ -246,7 +246,7 @@ def clip_gradients(
     max_norm: float,
     loss_scale: Scalar = 1.0,
     stages: World = _ONE_STAGE,
-    repeated: Collection[nn.Parameter] = (),
+    repeated_parameters: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
     """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
@@ -254,14 +254,15 @@ def clip_gradients(
 
     Args:
         stages: Ranks that hold the stages of the model, in a pipeline.
-        repeated: Parameters of this rank that are tied to parameters of a different stage, which counts their norms.
+        repeated_parameters: Parameters of this rank that are tied to parameters of another stage. The other stage
+            counts their norms.
 
     Returns:
         The global gradient norm before clipping, zero-dimensional float64. If it is not finite, the gradients must not
         be used.
     """
     parameters = list(parameters)
-    repeated_ids = {id(parameter) for parameter in repeated}
+    repeated_ids = {id(parameter) for parameter in repeated_parameters}
     # Parameters that this rank counts come first, so that their norms are a slice.
     trained_parameters = sorted(
         (parameter for parameter in parameters if parameter.grad is not None),
@@ -316,11 +317,11 @@ def learning_rate(
     start: float | None = None,
     end: float = 0.0,
 ) -> float:
-    """Return the learning rate of a step, from 1 to `total_steps`.
+    """Return the learning rate of a step. Steps count from 1 to `total_steps`.
 
     The rate increases linearly to `peak` at step `warmup_steps`, stays there for one step, and then decays so that it
-    would reach `end` one step after the last step. It increases from `start` at step 1 (AVION) or, if `start` is None,
-    from 0 at step 0 (open_clip).
+    would reach `end` one step after the last step. The increase begins with `start` at step 1 (AVION) or, if `start` is
+    None, with 0 at step 0 (open_clip).
     """
     if step <= warmup_steps:
         if start is None:

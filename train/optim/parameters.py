@@ -31,7 +31,7 @@ _STEM = re.compile(
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
-# Substrings in the names of cross-attention parameters, which a GPT-2 trained only on text does not have.
+# Substrings in the names of cross-attention parameters, which a GPT-2 trained only on text lacks.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
 
@@ -96,7 +96,7 @@ def plain_name(name: str) -> str:
 
 
 def block_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of blocks of each tower of a model, by the name of the tower with a trailing dot.
+    """Return the number of blocks of each tower of a model, keyed by the name of the tower with a trailing dot.
 
     The numbers come from the modules, because a pipeline stage lacks the parameters of other stages.
     """
@@ -164,7 +164,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         depth = max((count for tower, count in depths.items() if tower.startswith(prefix)), default=0)
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
-                f"--freeze {part.value}, but the {part.tower} tower has only {count_noun(depth, 'block')}",
+                f"--freeze {part.value} is too large: the {part.tower} tower has only {count_noun(depth, 'block')}",
                 hint=f"use {depth} or less, or --freeze {part.tower} to freeze the complete tower",
                 flags=("--freeze",),
             )

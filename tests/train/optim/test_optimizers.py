@@ -165,7 +165,7 @@ def test_a_weight_that_another_stage_counts_is_clipped_and_not_counted_again() -
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for number, weight in enumerate(weights, start=1):
         weight.grad = torch.full((2,), 10.0**number)
-    norm = clip_gradients(weights, max_norm=1.0, repeated=weights[1:2])
+    norm = clip_gradients(weights, max_norm=1.0, repeated_parameters=weights[1:2])
     assert norm == pytest.approx((2 * (10.0**2 + 1000.0**2)) ** 0.5)
     for number, weight in enumerate(weights, start=1):
         torch.testing.assert_close(weight.grad, torch.full((2,), 10.0**number / norm.item()))
