@@ -59,11 +59,11 @@ _LAST_COMMANDS = {
     ),
     "use": (
         "clipmill.prep.commands.upkeep:use",
-        "Make a variant the current variant of its column, which training reads. No file is removed.",
+        "Make a variant the current variant of its column, so that training reads it. No file is removed.",
     ),
     "gc": (
         "clipmill.prep.commands.upkeep:gc",
-        "Remove variants that are not current, unreferenced shards, and temporary files of killed commands.",
+        "Remove variants that are not current, unreferenced shards, and temporary files left by killed commands.",
     ),
     "advise": (
         "clipmill.prep.commands.advise:advise",

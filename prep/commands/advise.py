@@ -33,7 +33,7 @@ class AdviseRequest(Checked):
     """Batch size in clips, over all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
 
     run: Path | None = None
-    """Folder of a training run, which provides step time and batch size."""
+    """Folder of a training run that provides the step time and the batch size."""
 
     nodes: Annotated[int | None, _Number, Range(1, _MAX_NODES)] = None
     """Number of nodes that read the same disk or bucket. Default: 1."""
@@ -45,13 +45,13 @@ class AdviseRequest(Checked):
     """Column that training reads: video, or latents (train --input latents)."""
 
     read_speed: Annotated[float | None, _Number, Range(above=0)] = None
-    """Total read speed of the disk or bucket for all nodes in MB/s. Default: measured on this node."""
+    """Total read speed of the disk or bucket in MB/s, over all nodes. Default: measured on this node."""
 
     bitrate: Annotated[str | None, _Number] = None
     """Bitrate of the chunks in bit/s, such as 800k, 0.8M or 2M. Default: the bitrate of the existing chunks."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for --bitrate with a column other than `video`."""
+        """Yield an error if --bitrate is set for a column other than `video`."""
         if self.bitrate is not None and self.column != VIDEO:
             yield UserError(
                 f"--bitrate has no effect on {self.column}",
@@ -68,11 +68,12 @@ def advise(
 ) -> None:
     """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays off.
 
-    For chunks, it considers loaders that read complete chunks, and loaders that, like train, read only the packets of
-    a clip or stored latents. To measure the read speed, it reads chunks of the current variant for a few seconds.
+    For chunks, the report covers loaders that read complete chunks, and loaders that, like train, read only the packets
+    of a clip or stored latents. To measure the read speed, chunks of the current variant are read for a few seconds.
 
-    For an index (`prep index`), it decodes clips from the source videos, encodes some seconds of a few videos with each
-    recipe, and reports after how many reads of each clip a recipe has saved the CPU time of encoding.
+    For an index (`prep index`), clips are decoded from the source videos, and a few seconds of several videos are
+    encoded with each recipe. The report says after how many reads of each clip a recipe saves CPU time, including the
+    CPU time spent on encoding.
 
     Examples:
 
@@ -161,7 +162,7 @@ def advise(
 
 
 def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) -> bool:
-    """If the current variant is an index of sources, report when re-encoding pays off; otherwise return False."""
+    """Report when re-encoding indexed sources pays off. Return False if the current variant is not an index."""
     from clipmill.prep.core.column_arrays import bucket_tars
     from clipmill.shards.columns import SOURCE_MEMBER
     from clipmill.shards.opening import Damaged
@@ -199,7 +200,7 @@ class _Step:
 def _step(request: AdviseRequest) -> _Step:
     """Return the duration and batch size of a step, from the flags or from a run.
 
-    The batch size of a run is scaled to the number of GPUs in the flags.
+    The batch size of a run is scaled to the number of GPUs that the flags specify.
 
     Raises:
         UserError: The duration or the batch size is unknown, or the run cannot be read.
@@ -212,13 +213,14 @@ def _step(request: AdviseRequest) -> _Step:
         steps = read_run_steps(request.run)
         if step_s is None:
             step_s = steps.step_s
-            origin = f"median of {count_noun(steps.num_steps, 'step')} of {request.run}, without waiting for data"
+            origin = f"median of {count_noun(steps.num_steps, 'step')} of {request.run}, excluding waits for data"
         if batch is None and steps.batch is not None:
             batch = steps.batch
             if num_gpus is not None and steps.num_readers not in (None, num_gpus):
                 batch = max(1, round(batch * num_gpus / steps.num_readers))
                 origin += (
-                    f"; its {count_noun(steps.batch, 'clip')} are scaled from {steps.num_readers} to {num_gpus} GPUs"
+                    f"; its batch of {count_noun(steps.batch, 'clip')} is scaled from {steps.num_readers} to"
+                    f" {num_gpus} GPUs"
                 )
     if step_s is None:
         raise UserError("the step time is unknown", hint="use --step-time SECONDS, or --run RUN")

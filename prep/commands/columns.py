@@ -1,7 +1,7 @@
-"""Commands `prep NAME` and `prep plan NAME` of each column, which `prep/cli.py` registers by import path.
+"""Commands `prep NAME` and `prep plan NAME` of each column. `prep/cli.py` registers them by import path.
 
 The attributes `make_NAME` and `plan_NAME` of this module are the commands of a column, and `plan` is the command group
-`prep plan`. They are created on access, so that a column is loaded only when its command is called.
+`prep plan`. The attributes are created on access, so a column is loaded only when its command is called.
 """
 
 from typing import Annotated, Any
@@ -35,11 +35,11 @@ def __getattr__(name: str) -> Any:
     try:
         spec = column_named(column)
     except UnusablePart as error:
-        unusable = error
+        load_error = error
 
         # Only the command of this column fails. Help and completion of the other commands still work.
         def refuse(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
-            raise unusable
+            raise load_error
 
         refuse.__doc__ = "Cannot be used; run the command to see why."
         return refuse

@@ -1,4 +1,4 @@
-"""Kinds of datasets that `prep manifest` reads: `DATASETS` has an `Adapter` for each kind.
+"""Kinds of datasets that `prep manifest` reads: `DATASETS` contains an `Adapter` for each kind.
 
 To add a kind, write a reader in `manifests/adapters/` and add an `Adapter` to `DATASETS`, or declare the `Adapter` in a
 different package (docs/plugins.md).
@@ -23,7 +23,7 @@ class Adapter:
         takes: Input of the reader: "captions" for a folder of videos and an optional caption table, "annotations" for a
             folder of videos and annotation files, "lists" for lists of clips, "folder" for a folder that contains
             videos and annotations.
-        text: Help text of the command, with its parameters.
+        text: Help text of the command, including its parameters.
     """
 
     name: str
@@ -45,12 +45,12 @@ DATASETS = (
         """Read all video files in a folder, with an optional caption table.
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
-        likelihood, split (train, val or test), group, view, label, and label_NAME for other labels; with a label, text
-        may be missing. Other common names of these columns, separators and encodings are recognized. If no row is
+        likelihood, split (train, val or test), group, view, label, and label_NAME for other labels. Rows with a label
+        do not need a text. Other common names of these columns, separators and encodings are recognized. If no row is
         valid, the manifest is not changed.
 
-        The folders of a web server cannot be listed. Its videos are read from the table, which must contain their URLs,
-        or their paths relative to the URL that is passed as the folder.
+        Folders on a web server cannot be listed, so the table must contain the URLs of the videos, or their paths
+        relative to the URL that is passed as the folder.
 
         Example: prep manifest folder VIDEOS --captions captions.csv
 
@@ -58,7 +58,7 @@ DATASETS = (
         ----------
         directory
             Folder of the videos, a path or a URL such as s3://bucket/videos. Subfolders are included. Omit the folder
-            if the table has the URLs of the videos.
+            if the table contains the URLs of the videos.
         """,
     ),
     Adapter(
@@ -165,15 +165,15 @@ DATASETS = (
         "annotations",
         """Read DiDeMo: descriptions of moments in videos.
 
-        A moment has the interval that most annotators marked. A list of videos, such as test_list.txt, restricts the
-        split in its name to the listed videos.
+        The interval of a moment is the one that most annotators marked. A list of videos, such as test_list.txt,
+        restricts the split in its file name to the listed videos.
 
         Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, named as in the annotations. .mp4 may be appended or replace the extension.
+            Folder of the videos, named as in the annotations. The extension .mp4 may be added, or replace another.
         """,
     ),
     Adapter(
@@ -182,7 +182,7 @@ DATASETS = (
         "annotations",
         """Read ActivityNet Captions: videos described by several sentences with times.
 
-        The captions in the second validation file (val_2.json), by different annotators, get the source human-2.
+        The captions in the second validation file (val_2.json) are by different annotators and get the source human-2.
 
         Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
 

@@ -29,7 +29,7 @@ def index(
     videos: Annotated[
         Location | None,
         ONE_LOCATION,
-        Parameter(help="Folder of videos to read into the manifest first, a path or a URL."),
+        Parameter(help="Folder of videos (path or URL) to read into the manifest first."),
     ] = None,
     /,
     *,
@@ -38,7 +38,7 @@ def index(
 ) -> None:
     """Read the folder into the manifest, if one is passed, and make the index."""
     if videos is not None:
-        _require_new(request.data, videos)
+        _require_no_loss(request.data, videos)
         into = Target(request.data, "folder", videos, allows_removal=False, as_json=False)
         with redirect_stdout(sys.stderr):  # standard output is for the report on the index
             read_captioned(ADAPTERS["folder"], None, into=into, has_next=False)
@@ -48,12 +48,12 @@ def index(
 index.__doc__ = INDEX.help
 
 
-def _require_new(data: Path, videos: "Location") -> None:
-    """Check that reading a folder into the manifest does not lose captions, or videos of a different dataset.
+def _require_no_loss(data: Path, videos: "Location") -> None:
+    """Check that reading a folder into the manifest does not remove captions, or videos from a different dataset.
 
     Raises:
-        UserError: The manifest already has videos of the folder with captions or in a different dataset, or the folder
-            is a LeRobot dataset, which has its own command.
+        UserError: The manifest already contains videos of the folder that have captions or belong to a different
+            dataset. Or the folder is a LeRobot dataset, which requires a different command.
     """
     if not is_remote(str(videos)) and (Path(videos) / "meta" / "info.json").is_file():
         raise UserError(
@@ -68,6 +68,6 @@ def _require_new(data: Path, videos: "Location") -> None:
     is_at_risk = pc.or_(pc.greater(table["num_captions"], 0), pc.not_equal(table["dataset"], "folder"))
     if pc.any(pc.and_(is_inside, is_at_risk)).as_py():
         raise UserError(
-            f"the manifest of {data} already has videos of {videos}, with captions or in a different dataset",
+            f"the manifest of {data} already contains videos of {videos} with captions or in a different dataset",
             hint="run prep index without the folder",
         )

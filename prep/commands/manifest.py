@@ -1,8 +1,8 @@
 """`prep manifest KIND`: commands that read datasets into the manifest, one per kind of dataset.
 
-`datasets.py` lists the kinds. A kind reads a folder of videos with a caption table, a folder of videos with annotation
-files, a folder that contains videos and annotations, or lists of clips. For a different input, add a function to this
-module that builds the command.
+`datasets.py` lists the kinds. The input of a command is a folder of videos with a caption table, a folder of videos
+with annotation files, a folder that contains videos and annotations, or lists of clips. For a different input, add a
+function to this module that builds the command.
 `prep manifest captions` adds caption tables for videos that are already in the manifest.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.write import FurtherResult
     from clipmill.prep.core.failure_list import FailureEntry
 else:
-    Location = Path  # a converter makes local paths or URLs from the flags
+    Location = Path  # a converter turns the flags into local paths or URLs
 
 
 Dataset = Annotated[
@@ -46,7 +46,7 @@ Yes = Annotated[
     Parameter(
         name="--yes",
         negative="",
-        help="Remove videos that no longer exist, even if they are more than a third of the dataset.",
+        help="Remove videos that no longer exist, even if they make up more than a third of the dataset.",
     ),
 ]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
@@ -85,8 +85,8 @@ def _with_captions(adapter: Adapter) -> Callable[..., None]:
             bool,
             Parameter(
                 negative="",
-                help="Read captions with times from files beside the videos: subtitles (.srt, .vtt) and speech "
-                "recognition in Whisper's format (.json), named NAME.srt or NAME.en.srt for NAME.mp4.",
+                help="Read captions with times from files beside the videos: subtitles (.srt, .vtt) and transcripts "
+                "in Whisper's format (.json), named NAME.srt or NAME.en.srt for NAME.mp4.",
             ),
         ] = False,
         data: Data = Path("data"),
@@ -269,7 +269,7 @@ class Target:
 def write_dataset(
     read: "Callable[[list[Path]], Reading]", tables: "Sequence[Location]" = (), *, into: Target, has_next: bool = True
 ) -> None:
-    """Read a dataset, and write it to the manifest.
+    """Read a dataset and write it to the manifest.
 
     Args:
         read: Function that takes local copies of the tables and returns the dataset.
@@ -293,7 +293,7 @@ def write_dataset(
 
     data, dataset = into.data, into.dataset
     check_data_dir(data, videos=into.videos)
-    # Report an unsupported format of the manifest before reading the dataset, which may take long.
+    # Report an unsupported manifest format before reading the dataset, because reading may take long.
     if (data / "manifest" / "manifest.json").exists():
         with suppress(DamagedManifest):  # writing the manifest repairs it, or reports the damage
             read_manifest(data)
@@ -352,15 +352,15 @@ def add_captions(
         list[str] | None,
         Parameter(
             negative="",
-            help="Source to remove, instead of adding tables: a name that prep status shows, or the name of a model "
+            help="Source to remove instead of adding tables: a name shown by prep status, or the name of a model "
             "without its version. May be repeated.",
         ),
     ] = None,
     source: Annotated[
         str | None,
         Parameter(
-            help="Source name of all captions. Default: the values in the table column source or, without such a "
-            "column, the file name."
+            help="Source name for all captions. Default: the values in the column source of the table or, without "
+            "this column, the file name."
         ),
     ] = None,
     min_likelihood: Annotated[
@@ -381,7 +381,7 @@ def add_captions(
     data: Data = Path("data"),
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Add captions from tables, such as the output of `train caption-chunks`, to the manifest, or remove them again.
+    """Add captions from tables to the manifest, such as the output of `train caption-chunks`, or remove them again.
 
     New captions replace only captions of the same source, or of an earlier version of the same model. Added captions
     are kept when a dataset is read again. Training uses model captions only if --captions.sources lists their source.
@@ -419,37 +419,37 @@ def add_captions(
     with writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
-        read = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
-        if manifest_text.unused_files(read.reading):
-            raise FailedWork(manifest_text.unused_text(read.reading))
-        selected, num_dropped = _select_captions(
-            read.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
+        content = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
+        if manifest_text.unused_files(content.reading):
+            raise FailedWork(manifest_text.unused_text(content.reading))
+        captions, num_dropped = _select_captions(
+            content.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
         )
-        choice = {"min_likelihood": min_likelihood, "drop_duplicates": drop_duplicates}
+        criteria = {"min_likelihood": min_likelihood, "drop_duplicates": drop_duplicates}
         written = write_further_captions(
             folder,
-            selected,
-            read.reading.rejected,
-            records={name: {**record, **choice} for name, record in read.records.items()},
+            captions,
+            content.reading.rejected,
+            records={name: {**record, **criteria} for name, record in content.records.items()},
         )
-        has_rejected = read.reading.rejected.num_rows > 0
+        has_rejected = content.reading.rejected.num_rows > 0
         rejected = first_rejected(read_rejected_rows(folder), dataset=FURTHER) if has_rejected else []
     current = current_variant(folder, VIDEO)
-    other = {name: other_variants(record["models"], current=current) for name, record in read.records.items()}
+    variants = {name: other_variants(record["models"], current=current) for name, record in content.records.items()}
     values = {
-        **_further_values(written, reading=read.reading, num_dropped=num_dropped),
-        "other_variants": {name: variants for name, variants in other.items() if variants},
+        **_further_values(written, reading=content.reading, num_dropped=num_dropped),
+        "other_variants": {name: names for name, names in variants.items() if names},
     }
     if json:
         print(json_module.dumps({**values, "first_rejected": entry_values(rejected)}, indent=1, sort_keys=True))
     else:
-        num_files = read.reading.rejected["row"].null_count
+        num_files = content.reading.rejected["row"].null_count
         print("\n".join(_further_lines(written, values, rejected=rejected, num_files_rejected=num_files)))
         print(f"next: {manifest_text.chunk_command(data)}")
 
 
 def _remove_sources(folder: Path, names: Sequence[str], *, others: Mapping[str, object], as_json: bool) -> None:
-    """Remove sources of captions; `others` are the arguments that cannot be used with `--remove`, by name."""
+    """Remove caption sources. `others` contains the arguments that cannot be used with `--remove`, keyed by name."""
     from clipmill.manifests.progress import Activity
     from clipmill.manifests.store import manifest_dir
     from clipmill.manifests.write import remove_further_sources
@@ -488,27 +488,27 @@ def _select_captions(
 
     from clipmill.manifests.previous import is_duplicate, is_unlikely
 
-    num_dropped, kept = {}, table
+    num_dropped, captions = {}, table
     if min_likelihood is not None:
         if table["likelihood"].null_count == table.num_rows:
             raise UserError(
                 f"--min-likelihood {min_likelihood:g} has no effect: no caption in the tables has a likelihood",
                 hint="omit --min-likelihood, or use tables with the column likelihood",
             )
-        unlikely = is_unlikely(kept, min_likelihood=min_likelihood)
-        num_dropped["unlikely"], kept = int(unlikely.sum()), kept.filter(pa.array(~unlikely))
+        unlikely = is_unlikely(captions, min_likelihood=min_likelihood)
+        num_dropped["unlikely"], captions = int(unlikely.sum()), captions.filter(pa.array(~unlikely))
     if drop_duplicates:
-        duplicates = is_duplicate(kept)
-        num_dropped["duplicate"], kept = int(duplicates.sum()), kept.filter(pa.array(~duplicates))
-    # New captions of a source replace its earlier captions, so a source without new captions would lose them.
-    kept_sources = set(pc.unique(kept["source"]).to_pylist())
+        duplicates = is_duplicate(captions)
+        num_dropped["duplicate"], captions = int(duplicates.sum()), captions.filter(pa.array(~duplicates))
+    # New captions of a source replace its earlier captions. A source without new captions would lose all its captions.
+    kept_sources = set(pc.unique(captions["source"]).to_pylist())
     for name in pc.unique(table["source"]).to_pylist():
         if name not in kept_sources:
             raise FailedWork(
                 f"no captions of {name} are left: all are below --min-likelihood {min_likelihood:g}; "
                 "the manifest was not changed"
             )
-    return kept, num_dropped
+    return captions, num_dropped
 
 
 def _further_values(written: "FurtherResult", *, reading: "Reading", num_dropped: dict[str, int]) -> dict[str, Any]:
@@ -545,12 +545,12 @@ def _further_lines(
             changes += f", {written.num_removed[name]:,} removed"
         yield f"{on_one_line(name)}: {count_noun(count, 'caption')} ({changes})"
     for name, count in written.num_stale.items():
-        yield f"stale: {count_noun(count, 'caption')} of {on_one_line(name)}, an earlier version, replaced"
+        yield f"stale: {count_noun(count, 'caption')} of the earlier version {on_one_line(name)} replaced"
     for name, variants in values["other_variants"].items():
-        yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, which is not the current variant"
+        yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, not of the current variant"
     if models := [name for name in written.num_captions if is_model_source(name)]:
         names = ", ".join(f"{source_name(name)}@*=1" for name in models)
-        yield f"note: training uses captions of models only if --captions.sources lists them, such as human=1,{names}"
+        yield f"note: training uses model captions only if --captions.sources lists them, such as human=1,{names}"
     yield from (f"note: {on_one_line(note)}" for note in values["notes"])
     if values["num_dropped"]:
         yield "dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in values["num_dropped"].items())

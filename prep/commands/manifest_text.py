@@ -29,9 +29,8 @@ _INDENT = "  "
 ADVICE = {
     Reason.MALFORMED_ROW: "in CSV files, enclose text that contains commas in double quotes",
     Reason.AMBIGUOUS_VIDEO: "use the path of each video relative to the folder, with the extension",
-    Reason.MISSING_CHUNK: "if the videos have no chunks yet, such as videos added again, run "
-    f"`prep {command_for(VIDEO)}` or `prep {command_for(VIDEO, INDEXED)}` first, "
-    "then this command again",
+    Reason.MISSING_CHUNK: "if the videos have no chunks yet, for example because they were added again, first run "
+    f"`prep {command_for(VIDEO)}` or `prep {command_for(VIDEO, INDEXED)}`, then this command again",
     Reason.BAD_SPLIT: "use train, val or test as the split, and a different data folder (--data) for other splits of "
     "the same videos",
     Reason.BAD_TIME: "use times in seconds, with the end after the start",
@@ -39,7 +38,7 @@ ADVICE = {
 
 
 def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()) -> str:
-    """Return text about the written dataset and its rejected rows.
+    """Return a summary of the written dataset and its rejected rows.
 
     Args:
         rejected: First few rejected rows.
@@ -98,7 +97,7 @@ def rejected_lines(
         folder: Folder of the manifest.
     """
     total = sum(num_rejected.values())
-    counts = [count_noun(num, noun) for num, noun in ((num_files, "file"), (total - num_files, "row")) if num]
+    counts = [count_noun(count, noun) for count, noun in ((num_files, "file"), (total - num_files, "row")) if count]
     lost_text = f", and {count_noun(num_captions_lost, 'caption')} of unavailable videos" if num_captions_lost else ""
     return [
         f"rejected: {' and '.join(counts)}{lost_text}",
@@ -147,14 +146,14 @@ def unused_text(reading: Reading) -> str:
         is_unused = pc.or_(is_unused, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
     rejected = reading.rejected.filter(is_unused)
     names = ", ".join(on_one_line(file) for file in files)
-    what = f"no valid rows in {names}" if rejected.num_rows else f"no rows in {names}"
-    lines = [f"{what}; the manifest was not changed"]
+    problem = f"no valid rows in {names}" if rejected.num_rows else f"no rows in {names}"
+    lines = [f"{problem}; the manifest was not changed"]
     counts = {entry["values"]: entry["counts"] for entry in rejected["reason"].value_counts().to_pylist()}
     lines += [f"{_INDENT}{reason}: {count}" for reason, count in sorted(counts.items())]
     lines += entry_lines(first_rejected(rejected), num_all=rejected.num_rows, list_path=None, indent=_INDENT)
     malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
     if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
-        counts.pop(Reason.MALFORMED_ROW, None)  # the advice applies to CSV files only
+        counts.pop(Reason.MALFORMED_ROW, None)  # the advice applies only to CSV files
     advice = [text for reason, text in ADVICE.items() if reason in counts]
     if Reason.MISSING_FILE in counts and reading.example_file is not None:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")

@@ -137,8 +137,8 @@ def inspect(
     key: Annotated[
         str | None,
         Parameter(
-            help="Key of a sample, such as bikes_000015000; or the beginning of a key or a file name, if only one "
-            "sample matches. Default: show all shards."
+            help="Key of a sample, such as bikes_000015000. The beginning of a key or a file name is enough if only "
+            "one sample matches. Default: show all shards."
         ),
     ] = None,
     *,
@@ -158,7 +158,7 @@ def inspect(
     chunks: Annotated[
         int | None,
         Parameter(
-            help="Number of chunks on the page of --html, drawn evenly from splits and videos, 1 or more. More "
+            help="Number of chunks on the page of --html, 1 or more, drawn evenly from splits and videos. More "
             "than 150 chunks are divided into several files. Default: 150."
         ),
     ] = None,
@@ -262,7 +262,7 @@ def gc(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
+    """Remove variants that are not current, unreferenced shards, and temporary files left by killed commands.
 
     Files that do not belong to the format are never removed. All variants and shards of a column are kept while the
     current variant of the column is incomplete, damaged or stale. A variant is also kept while its run is unfinished,
@@ -321,10 +321,10 @@ def use(
     column: ColumnName = None,
     data: Data = Path("data"),
 ) -> None:
-    """Make a variant the current variant of its column, which training reads. No file is removed.
+    """Make a variant the current variant of its column, so that training reads it. No file is removed.
 
-    Running training keeps reading its variant. The next run of the column's command makes the variant with the
-    settings of that command current again.
+    A training process that is already running keeps reading its variant. The next run of the column's command makes
+    the variant with the settings of that command current again.
 
     Example:
 
@@ -362,7 +362,7 @@ ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryRequest(Request):
-    """Flags of `prep retry`. A column ignores flags that it does not have."""
+    """Flags of `prep retry`. A column ignores flags that it does not support."""
 
     scratch_size: ScratchSize = None
     in_flight: Annotated[
@@ -402,16 +402,16 @@ def retry(
         str | None,
         FIRST_RUN,
         Parameter(
-            help="Local folder or file of the model weights. Columns without a model ignore it. Default: as in the "
-            "last run."
+            help="Local folder or file of the model weights. Columns without a model ignore this flag. Default: as in "
+            "the last run."
         ),
     ] = None,
     request: Annotated[RetryRequest, Parameter(name="*")] = RetryRequest(),
 ) -> None:
     """Retry the failures of a column, for example after repairing a source video.
 
-    If the last run left a variant unfinished, its failures are retried, and it then becomes the current variant.
-    Otherwise, the failures of the current variant are retried. --variant selects a different variant.
+    If the last run left a variant unfinished, the failures of that variant are retried, and the variant then becomes
+    current. Otherwise, the failures of the current variant are retried. --variant selects a different variant.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The bank of a run of `text`: a temporary store for text embeddings or sequences that are not in a shard yet.
+"""Bank of a run of `text`: a temporary store for text embeddings or sequences that are not in a shard yet.
 
 The bank is the folder `<variant>/bank/`. It contains blocks, which are Arrow files with digests and rows, named after
 the hash of their content. The next run can therefore verify and reuse the blocks of a killed run, even if it divides
@@ -61,7 +61,7 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """Bank of a variant. Several parts of a run may share it. Opening or refreshing it removes damaged blocks.
+    """Bank of a variant. Several parts of a run may share it. Opening or refreshing the bank removes damaged blocks.
 
     Args:
         folder: Folder of the bank, which may not exist yet.
@@ -76,11 +76,11 @@ class Bank:
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
         if is_only_writer:
-            remove_temporaries(self.folder)  # remove files of killed writers
+            remove_temporaries(self.folder)  # remove files left by killed writers
         self.refresh()
 
     def add_nan_rows(self, digests: Collection[bytes]) -> None:
-        """Add a row of NaN for each text without a finite embedding, to inform the part that makes the shards."""
+        """Add a NaN row for each text without a finite embedding, so that the part that makes the shards finds it."""
         digest_array = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         rows = np.full((len(digest_array), self._width), np.nan, np.float16)
         write_block(self.folder, digest_array, rows, np.ones(len(digest_array)))
@@ -142,7 +142,7 @@ class Bank:
         return embedded, lengths
 
     def remove(self) -> None:
-        """Remove the bank, once its rows are in committed shards or no longer needed."""
+        """Remove the bank. Its rows must be in committed shards or no longer needed."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
@@ -253,12 +253,12 @@ class TextEncoderOptions:
 
 @dataclass(frozen=True)
 class Block:
-    """Texts to encode into the bank; `number` is the index of the block in the run."""
+    """Texts to encode into the bank; `index` is the index of the block in the run."""
 
     bank_dir: Path
     encoder: TextEncoderOptions
     texts: tuple[str, ...]
-    number: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class BlockResult:
     Attributes:
         num_encoded: Number of encoded texts.
         num_cut: Number of encoded texts that were truncated to the context length of the encoder.
-        not_finite: Digests of texts whose embeddings contain NaN or infinity. These are not stored in the bank.
+        not_finite: Digests of texts whose embeddings contain NaN or infinity and are therefore not in the bank.
         stop: Failure code and reason if no embedding was stored; otherwise None.
     """
 

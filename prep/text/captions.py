@@ -2,8 +2,8 @@
 
 Captions are read in batches, so that ten million of them are never Python objects at the same time. A digest identifies
 a text in shards, in the bank, and across runs. Digests are kept in NumPy arrays of 16-byte strings, which are sorted
-before a search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: other conversions
-of NumPy strip trailing zero bytes.
+before a search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: NumPy's other
+conversions strip trailing zero bytes.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ class CaptionBatch:
 
 
 class CaptionReader:
-    """Reader of the captions in the manifest, a context manager.
+    """Reader of the captions in the manifest. It is a context manager.
 
-    The reader keeps the caption table open, and reads the same table even if a new manifest is written.
+    The reader keeps the caption table open and reads the same table even if a new manifest is written.
 
     Args:
-        where: Conditions on captions and their videos, which select the captions to read; None for all captions.
+        where: Conditions (on captions and their videos) that select the captions to read; None for all captions.
     """
 
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
@@ -147,43 +147,43 @@ def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
 
 
 class DigestSet:
-    """Set of digests. Adding a digest again has no effect.
+    """Set of digests. Adding a digest a second time has no effect.
 
     Digests are partitioned by their leading bits, so that sorting needs extra memory for only one partition at a time.
     """
 
     _NUM_PARTS = 16
-    _MAX_WAITING = 1 << 18
+    _MAX_BUFFERED = 1 << 18
 
     def __init__(self) -> None:
         self._parts = [np.empty(0, DIGESTS) for _ in range(self._NUM_PARTS)]
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
+        self._buffer: list[np.ndarray] = []
+        self._num_buffered = 0
 
     def add(self, digests: np.ndarray) -> None:
         """Add digests, DIGESTS [any]."""
-        self._waiting.append(digests)
-        self._num_waiting += len(digests)
-        if self._num_waiting > self._MAX_WAITING:
-            self._sort_in()
+        self._buffer.append(digests)
+        self._num_buffered += len(digests)
+        if self._num_buffered > self._MAX_BUFFERED:
+            self._flush()
 
     def pop_sorted(self) -> np.ndarray:
         """Return all digests in ascending order, and empty the set."""
-        self._sort_in()
-        ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
+        self._flush()
+        digests = np.empty(sum(map(len, self._parts)), DIGESTS)
         start = 0
-        for number, part in enumerate(self._parts):
-            ordered[start : start + len(part)] = part
+        for index, part in enumerate(self._parts):
+            digests[start : start + len(part)] = part
             start += len(part)
-            self._parts[number] = part[:0].copy()
-        return ordered
+            self._parts[index] = part[:0].copy()
+        return digests
 
-    def _sort_in(self) -> None:
-        added = np.concatenate([np.empty(0, DIGESTS), *self._waiting])
-        self._waiting, self._num_waiting = [], 0
-        part_numbers = added.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
-        for number in range(self._NUM_PARTS):
-            self._parts[number] = np.union1d(self._parts[number], added[part_numbers == number])
+    def _flush(self) -> None:
+        digests = np.concatenate([np.empty(0, DIGESTS), *self._buffer])
+        self._buffer, self._num_buffered = [], 0
+        part_indices = digests.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
+        for index in range(self._NUM_PARTS):
+            self._parts[index] = np.union1d(self._parts[index], digests[part_indices == index])
 
 
 _MAX_LENGTH_ERROR = 0.01  # far above the error of a unit vector that is rounded to float16

@@ -51,13 +51,13 @@ MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets its
 
 @dataclass(frozen=True)
 class TextPlan:
-    """Plan of a recipe of `text` for the manifest.
+    """Plan for making the column `text` from the manifest with one recipe.
 
     Attributes:
         layout: Layout that assigns videos to shards. It must be written before shards are made.
         video_ids: IDs of the planned videos. The `rows` of a shard are a range of indices into this array.
         num_captions: Total number of captions of the selected videos.
-        num_left_out: Number of videos without captions in the manifest. They get no sample.
+        num_left_out: Number of videos that get no sample, because they have no captions in the manifest.
         shards: Planned shards, in the order of their IDs.
         commits: Commits of the variant, keyed by shard ID.
         where: Conditions on captions; None for all captions.
@@ -93,7 +93,7 @@ def make_text_plan(
         retry_codes: Codes of failures to retry even if nothing has changed.
 
     Raises:
-        UserError: There is no manifest, the layout is damaged, or there is no caption to encode.
+        UserError: The manifest is missing, the layout is damaged, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
     video_conditions, caption_conditions = None, None
@@ -111,7 +111,7 @@ def make_text_plan(
         num_captions = np.where(video_conditions.mask(videos), num_captions, 0)
         if not num_captions.any():
             raise empty_selection_error(
-                video_conditions, what=f"{count_noun(len(videos), 'video')}, or only some without captions"
+                video_conditions, what=f"{count_noun(len(videos) - num_left_out, 'video')} with captions"
             )
     if not num_captions.any() and not stored.commits:
         raise UserError(
@@ -138,7 +138,7 @@ def make_text_plan(
         _wanted_shards(np.asarray(layout["shard_id"])[rows], planned_videos, fingerprint=fingerprint),
         stored,
         what_changed="its videos or their captions",
-        orphaned_because="the videos are no longer in the manifest, or not selected",
+        orphaned_because="the videos are no longer in the manifest, or no longer selected",
         retry_codes=retry_codes,
     )
     return TextPlan(
@@ -168,7 +168,7 @@ def pending_text(data_dir: Path, variant: Variant) -> PendingWork:
 
 
 def left_out_lines(num_videos: int) -> list[str]:
-    """Return a line with the number of videos without a sample; empty if every video has a sample."""
+    """Return a line with the number of videos without a sample, or an empty list if every video has a sample."""
     return [f"{count_noun(num_videos, 'video')} without captions: nothing to encode"] if num_videos else []
 
 
@@ -214,10 +214,10 @@ def extend_text_layout(
     is_new = num_captions > 0
     is_new[video_rows] = False
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
-    added = []
+    new_tables = []
     for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
         split_rows = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
-        # Fill shard after shard.
+        # Fill one shard after another.
         counts = num_captions[split_rows]
         relative_shards = np.empty(len(counts), np.int64)
         shard = num_videos = num_shard_captions = 0
@@ -234,8 +234,8 @@ def extend_text_layout(
             video_ids.take(pa.array(split_rows)),
             pa.array(np.zeros(len(split_rows)), pa.int32()),
         ]
-        added.append(pa.table(columns, schema=LAYOUT))
-    return pa.concat_tables([layout, *added]).combine_chunks() if added else layout
+        new_tables.append(pa.table(columns, schema=LAYOUT))
+    return pa.concat_tables([layout, *new_tables]).combine_chunks() if new_tables else layout
 
 
 def wanted_text_rows(

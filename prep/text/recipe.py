@@ -61,12 +61,12 @@ class TextSettings(Checked):
     """Data type in which --encoder computes. Vectors are stored as float16."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
-    """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. It is not part of the
-    recipe: a run with a different condition adds the missing captions to the same variant, and removes captions that
-    are no longer selected. Default: all captions."""
+    """Condition that selects the captions to encode, such as 'words > 3 and source == "human"'. The condition is not
+    part of the recipe: a run with a different condition adds the missing captions to the same variant, and removes
+    captions that are no longer selected. Default: all captions."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for two encoders, for a value that is not an encoder, and for an invalid condition."""
+        """Yield an error for two encoders, for a value that does not name an encoder, and for an invalid condition."""
         if self.clip is not None and self.encoder is not None:
             yield UserError(
                 "--clip and --encoder cannot be used together", hint=_ENCODER_HINT, flags=("--clip", "--encoder")
@@ -116,10 +116,10 @@ def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int
     """Return the recipe that settings produce.
 
     Args:
-        settings: Settings, in which local weights have an absolute path. encoder: Name of the encoder: tiny, MODEL:TAG,
-        MODEL: followed by a file name, or t5: followed by a name. sha256: SHA-256 (hex) of the weights file; for tiny,
-        of the code version; for a T5 model, of weights, configuration
-            and tokenizer together.
+        settings: Settings with the absolute path of any local weights.
+        encoder: Name of the encoder: tiny, MODEL:TAG, MODEL:FILENAME, or t5:NAME.
+        sha256: SHA-256 (hex) of the weights file; for tiny, of the code version; for a T5 model, of the weights, the
+            configuration and the tokenizer.
         width: Embedding dimension.
     """
     sequence_settings = (
@@ -159,7 +159,7 @@ def file_sha256(path: Path) -> str:
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the header of a safetensors file, and return the shape of each tensor, keyed by name.
+    """Read the header of a safetensors file and return the shape of each tensor, keyed by name.
 
     Raises:
         UserError: The file is not a safetensors file, or is truncated.

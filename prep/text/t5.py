@@ -29,8 +29,8 @@ _DOWNLOAD_PATTERNS = [
     for file in ("config.json", "model*.safetensors", "model*.safetensors.index.json", *_TOKENIZER_FILES)
 ]
 _SUGGESTION = (
-    "use t5: and a model or a folder with config.json, weights in safetensors and a tokenizer, such as "
-    "t5:google/umt5-xxl"
+    "use t5:NAME, such as t5:google/umt5-xxl, or t5:FOLDER with a folder that contains config.json, weights in "
+    "safetensors and a tokenizer"
 )
 
 
@@ -142,7 +142,7 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of model and tokenizer. In a diffusers pipeline, these are subfolders."""
+    """Return the folders of the model and the tokenizer, which are subfolders in a diffusers pipeline."""
     folder = model_folder(name, files=_DOWNLOAD_PATTERNS, what="", flag=f"--encoder {T5}{name}", hint=_SUGGESTION)
     model, tokenizer = folder / "text_encoder", folder / "tokenizer"
     return (model if model.is_dir() else folder), (tokenizer if tokenizer.is_dir() else folder)
@@ -158,6 +158,6 @@ def _config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not the configuration of a T5 model: {error}", hint=_SUGGESTION) from None
     if kind not in _CLASSES:
         raise UserError(
-            f"{path} configures a model of type {kind}, which is not {' or '.join(_CLASSES)}", hint=_SUGGESTION
+            f"{path} configures a model of type {kind}, not of type {' or '.join(_CLASSES)}", hint=_SUGGESTION
         )
     return dict(config)

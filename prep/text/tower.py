@@ -1,4 +1,4 @@
-"""Text towers from open_clip: find the weights, and encode captions. Only this module of `text` imports open_clip.
+"""Text towers from open_clip: find the weights and encode captions. Only this module of `text` imports open_clip.
 
 Every batch has the same size, and every text is padded to a length that depends only on the text. Embeddings are
 therefore bit-identical regardless of the other texts in the batch, even if a run is interrupted.
@@ -140,7 +140,8 @@ class Tower:
         length = self._context_length
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
-            # Tokenized for a context that is one token longer, a text ends with padding unless it had to be truncated.
+            # Tokenize again for a context that is one token longer: a text that fits the original context then ends
+            # with padding.
             last_tokens = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((last_tokens[:-1] != last_tokens[-1]).sum())
         tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
@@ -221,7 +222,7 @@ def weights_file(settings: TextSettings) -> Path:
         similar_models = [name for name in models if name.lower()[:5] == settings.model.lower()[:5]] or models
         raise UserError(
             f'--clip {settings.clip}: open_clip has no model "{settings.model}"',
-            hint=f"use one of its {len(models)} models, for example {', '.join(similar_models[:6])}; or tiny",
+            hint=f"use one of open_clip's {len(models)} models, for example {', '.join(similar_models[:6])}; or tiny",
         )
     config = open_clip.pretrained.get_pretrained_cfg(settings.model, settings.weights)
     if not config:
@@ -237,7 +238,7 @@ def weights_file(settings: TextSettings) -> Path:
         is_quick = settings.model.endswith("-quickgelu")
         other_model = settings.model.removesuffix("-quickgelu") if is_quick else f"{settings.model}-quickgelu"
         raise UserError(
-            f"the weights {settings.weights} require a different activation function than {settings.model} has",
+            f"the weights {settings.weights} require a different activation function than {settings.model} uses",
             hint=f"use {other_model}:{settings.weights}",
         )
     try:
@@ -263,7 +264,7 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     if is_tag(settings):
         return width  # open_clip itself converts weights with a tag
     shapes = _read_shapes(path)
-    logging.disable(logging.WARNING)  # hide the warning that the model has no pretrained weights, which are not needed
+    logging.disable(logging.WARNING)  # hide the warning about missing pretrained weights; only the shapes are needed
     try:
         with torch.device("meta"):
             model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
@@ -291,7 +292,7 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         loaded = torch.load(path, map_location="meta", weights_only=True)
         tensors = loaded.get("state_dict", loaded)
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
-    except Exception as error:  # noqa: BLE001 - a file that is not a checkpoint can fail in any way, in pickle for example
+    except Exception as error:  # noqa: BLE001 - unpickling a file that is not a checkpoint may raise anything
         raise UserError(
             f"{path} is not a PyTorch checkpoint that can be loaded safely ({type(error).__name__})",
             hint="use a .safetensors file, or a checkpoint that torch.load(weights_only=True) accepts",
@@ -339,7 +340,7 @@ def _import_open_clip() -> Any:
 
 
 class Tokens(NamedTuple):
-    """Token IDs of one text, including the start and end tokens, and True if the text was truncated."""
+    """Token IDs of one text, including the start and end tokens, and whether the text was truncated."""
 
     ids: list[int]
     is_cut: bool

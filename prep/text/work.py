@@ -1,7 +1,7 @@
 """`ColumnWork` of the column `text`: the functions that its commands call, its reports, and the run of a plan.
 
 A run first fills the bank: it copies the embeddings in committed shards of the variant, and encodes every other text
-exactly once. The driver then makes the shards itself from captions and bank, because making shards only copies data.
+exactly once. The driver itself then makes the shards from the captions and the bank, because this only copies data.
 All state is in the commits and the bank, so a run can be killed at any time, and the next run reuses both.
 """
 
@@ -75,7 +75,7 @@ from clipmill.shards.writer import Sample
 
 _BYTES_PER_VALUE = 2
 _WORKER_GB = 2.5  # CLIP ViT-B-32 with a batch of 32 takes 2.1 GB on a CPU (benchmarks/README.md)
-_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, which on a CPU makes large batches slower
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, so a CPU is slower with large batches
 
 
 def _plan(data_dir: Path, settings: TextSettings, request: Request) -> TextPlan:
@@ -158,7 +158,7 @@ def text_report(plan: TextPlan) -> Report:
     lines += states_lines(plan.shards, sample="video")
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
-        lines.append(f"estimate at most the captions of {count_noun(num_videos, 'video')} to encode, each text once")
+        lines.append(f"estimate at most all unique captions of {count_noun(num_videos, 'video')} to encode")
         lines.append("         the duration is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:
@@ -208,15 +208,15 @@ def run_text(
 ) -> Summary:
     """Make every shard of the plan that needs work. The caller must hold the lock of the column.
 
-    Parts divide the texts and not the shards, because most shards share texts with other shards. The last part makes
-    all shards.
+    Parts divide the texts rather than the shards, because most shards share texts with other shards. The last part
+    makes all shards.
 
     Args:
         encoder: Text encoder of the plan's recipe.
         engine: Engine that encodes the texts.
         part_run: Part whose texts to encode; None for all texts.
         lag_limit_s: Maximum time in seconds until embeddings from workers are visible on this machine.
-        request_values: Further values of the request to record with the variant, keyed by flag name.
+        request_values: Additional values of the request to record with the variant, keyed by flag name.
     """
     begin_s = time.monotonic()
     if part_run is not None:
@@ -237,10 +237,10 @@ def run_text(
         part_texts = texts if part_run is None else texts.select_part(part_run.part)
         bank_result = fill_bank(bank, part_texts, plan=plan, reader=reader, encoder=encoder, engine=engine)
         if lag_limit_s and bank_result.error is None and bank_result.num_encoded:
-            what = f"embeddings in {bank.folder}"
-            wait_until_seen(what, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
+            awaited = f"embeddings in {bank.folder}"
+            wait_until_seen(awaited, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, bank_result, part_run):
-            # This part has encoded its texts, and a different part will make the shards.
+            # This part only encodes texts. A different part makes the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
@@ -259,7 +259,7 @@ def run_text(
 
 
 def _can_make_shards(bank: Bank, texts: "ShardTexts", bank_result: "BankResult", part_run: PartRun) -> bool:
-    """Return True if this is the last part, and the bank contains all texts, including texts without an embedding."""
+    """Return True if this is the last part and the bank has rows for all texts (NaN for texts without an embedding)."""
     if bank_result.not_finite:
         bank.add_nan_rows(bank_result.not_finite)
     num_parts = part_run.part.count
@@ -275,7 +275,7 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", bank_result: "BankResult",
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
-    """Return the number of texts that this node sees in the bank, keyed by the index of the part that encodes them."""
+    """Return how many texts of each part this node sees in the bank, keyed by the index of the part."""
     bank.refresh()
     return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
@@ -283,7 +283,7 @@ def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int
 def _add_texts(
     summary: Summary, plan: TextPlan, texts: "ShardTexts", bank_result: "BankResult", *, begin_s: float
 ) -> Summary:
-    """Replace the counts in a summary by counts of texts: samples are videos, but a run encodes texts."""
+    """Replace the counts in a summary with counts of texts: samples are videos, but a run encodes texts."""
     summary.num_encoded, summary.wall_s = bank_result.num_encoded, time.monotonic() - begin_s
     # All other texts were copied from a shard, or were in the bank of a killed run.
     summary.num_reused = len(texts.digests) - bank_result.num_encoded
@@ -338,7 +338,7 @@ class ShardTexts:
     Attributes:
         video_ids: IDs of the videos.
         digests: Digests of their texts, unique and in ascending order, DIGESTS [texts].
-        row_groups: Row groups of the caption table with captions of a shard, keyed by shard ID.
+        row_groups: Row groups of the caption table that contain captions of a shard, keyed by shard ID.
     """
 
     video_ids: pa.Array
@@ -412,7 +412,7 @@ def fill_bank(
     activity_text = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(activity_text) as activity:
         on_encoded = activity.counter(activity_text)
-        for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.number:06d}"):
+        for outcome in engine.run(encode_block, blocks, check=ticket, name=lambda block: f"text {block.index:06d}"):
             if isinstance(outcome, RefusedNode):
                 refused.append(outcome)
                 warn_refused(outcome)
@@ -436,7 +436,7 @@ def _is_filled(bank: Bank, texts: ShardTexts, not_finite: frozenset[bytes]) -> b
 
 @dataclass(frozen=True)
 class TextShardTask:
-    """Task that makes one shard, from the videos with `video_ids`."""
+    """Task that makes one shard from the videos in `video_ids`."""
 
     variant_dir: Path
     shard_id: int
@@ -450,7 +450,7 @@ class ShardMaker:
     """Maker of shards from captions and from embeddings in the bank. It runs in the driver.
 
     Attributes:
-        row_groups: Row groups of the caption table with captions of a shard, keyed by shard ID.
+        row_groups: Row groups of the caption table that contain captions of a shard, keyed by shard ID.
         not_finite: Digests of texts without a finite embedding.
         error: Failure code, and reason why other texts are missing from the bank; None if no other text is missing.
     """

@@ -1,4 +1,4 @@
-"""Facts about stored captions: their sources and models, and captions outside their video or its chunks."""
+"""Facts about stored captions: sources, models, and captions that lie outside their video or its chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from clipmill.shards.dataset import current_variant, variant_dir
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 
-_ROUNDING_S = 1.0  # a caption may end this long after its video without being reported
+_ROUNDING_S = 1.0  # captions that end at most this long after their video are not reported
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class CaptionSource:
     Attributes:
         name: Name of the source.
         num_captions: Number of captions.
-        is_further: True if `prep manifest captions` added the source; False if the command of a dataset added it.
+        is_further: True if `prep manifest captions` added the source; False if the captions came with the dataset.
         weights: Names of the models that wrote the captions, with the first digits of the SHA-256 of their weights.
-        stale_because: Reason why the captions no longer match the current chunks or captions, or None.
+        stale_because: Reason why the captions do not match the current variant that they were made from, or None.
     """
 
     name: str
@@ -58,7 +58,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
         models = further[name]["models"] if name in further else []
         variants = other_variants(models, current=current)
         stale_because = (
-            f"it describes chunks of {', '.join(variants)}, not of the current variant"
+            f"the source describes chunks of {', '.join(variants)}, not of the current variant"
             if variants
             else _changed_column(models, data_dir)
         )
@@ -111,10 +111,11 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
     num_begin = num_end = 0
     first: list[FailureEntry] = []
     for block in captions.blocks():
-        begins = block.begin_s >= end_s[block.video]
-        ends = ~begins & np.isfinite(block.end_s) & (block.end_s > end_s[block.video] + _ROUNDING_S)
-        num_begin, num_end = num_begin + int(block.counts[begins].sum()), num_end + int(block.counts[ends].sum())
-        for code, is_beyond in (("begins_after_end", begins), ("ends_after_end", ends)):
+        begins_late = block.begin_s >= end_s[block.video]
+        ends_late = ~begins_late & np.isfinite(block.end_s) & (block.end_s > end_s[block.video] + _ROUNDING_S)
+        num_begin += int(block.counts[begins_late].sum())
+        num_end += int(block.counts[ends_late].sum())
+        for code, is_beyond in (("begins_after_end", begins_late), ("ends_after_end", ends_late)):
             for span in np.flatnonzero(is_beyond)[:MAX_ENTRIES].tolist():
                 video, caption = int(block.video[span]), int(block.counts[:span].sum())
                 end = f" to {block.end_s[span]:g} s" if np.isfinite(block.end_s[span]) else ""
@@ -125,27 +126,27 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
-    """Return the variants of `video`, other than the current variant, whose chunks a source describes.
+    """Return the variants of `video`, except the current variant, whose chunks are described by a caption source.
 
     Args:
         models: Records of the models that wrote the captions of the source.
-        current: Name of the current variant. If there is none (None), the result is empty.
+        current: Name of the current variant. If None, the result is empty.
     """
     variants = {str(model["video_variant"]) for model in models if model.get("video_variant") is not None}
     return sorted(variants - {current}) if current is not None else []
 
 
 def _changed_column(models: list[Mapping[str, Any]], data_dir: Path) -> str | None:
-    """Return why captions from the column `captions` are stale; None if they are current or from a different source."""
+    """Return why captions from the column `captions` are stale; None if they are current or not from this column."""
     current = current_variant(data_dir, CAPTIONS)
     for model in models:
         variant = model.get("captions_variant")
         if variant is None or current is None:
             continue
         if variant != current:
-            return f"it is from {variant}, but the current variant of captions is {current}"
+            return f'the source was made from {variant}, but the current variant of the column "captions" is {current}'
         if model.get("commits_sha256") != Variant.open(data_dir, column=CAPTIONS).commits.digest.decode():
-            return "the column captions has changed since its table was added; add the table again"
+            return 'the column "captions" has changed since its captions.parquet was added; add the file again'
     return None
 
 
@@ -172,8 +173,8 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
         videos: Table with schema VIDEOS.
 
     Returns:
-        Function (rows of the videos, starts in s, ends in s) -> True for each caption that overlaps a chunk, bool
-        [captions]; None if there are no chunks yet or they cannot be read.
+        Function (rows of the videos, starts in s, ends in s) -> bool [captions], True for captions that overlap a
+        chunk. None if there are no chunks yet or the chunks cannot be read.
     """
     name = current_variant(data_dir, VIDEO)
     if name is None:

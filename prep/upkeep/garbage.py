@@ -88,11 +88,11 @@ class Garbage:
     Attributes:
         items: Files to remove, in the order of removal: in a variant, commits precede tars, and the recipe is last.
         unknown: Files and folders that do not belong to the format.
-        kept_because: Reason why a variant (key `column/variant`), or all variants and shards of a column (key
-            `column`), are kept.
+        kept_because: Reasons to keep a variant (key `column/variant`), or all variants and shards of a column (key
+            `column`).
         current: Current variants (`column/variant`), which are kept.
-        folders: Folders to remove if they are empty afterwards, innermost first. The folders of variants are not
-            included.
+        folders: Folders to remove if they are empty afterwards, innermost first. The folder of a variant with a recipe
+            is not included; it is removed with the recipe.
     """
 
     items: list[Item]
@@ -104,12 +104,12 @@ class Garbage:
 
 @dataclass(frozen=True)
 class KeepRules:
-    """Rules by which `prep gc` keeps further variants, besides current and unfinished variants.
+    """Rules for keeping variants other than the current and unfinished variants.
 
     Attributes:
         readers: Readers of the data folder. Variants with readers are kept.
         names: Names of variants to keep.
-        min_age_s: Minimum time in seconds since the last change of a variant to remove. 0 for no limit.
+        min_age_s: Minimum age in seconds of a variant to remove, since its last change. 0 for no limit.
     """
 
     readers: Readers
@@ -180,7 +180,7 @@ def find_garbage(data_dir: Path, rules: KeepRules) -> Garbage:
 def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rules: KeepRules) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
-    # Until the current variant is complete, other variants may have the only usable samples.
+    # Until the current variant is complete, other variants may contain the only usable samples.
     reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
@@ -208,7 +208,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
         if name == current:
             stored_files = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
             referenced = {path for file in stored_files for path in (file.tar, file.energon_index, file.index)}
-            known, unknown = _sort_files(folder, needed=referenced)
+            known, unknown = _classify_files(folder, needed=referenced)
             strays = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
             # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
@@ -224,7 +224,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
             garbage.kept_because[f"{column.name}/{name}"] = why
             continue
         else:
-            known, unknown = _sort_files(folder)
+            known, unknown = _classify_files(folder)
             changed_s = max((Path(path).lstat().st_mtime for paths in known.values() for path in paths), default=0.0)
             if (reason := rules.reason_to_keep(column.name, name, changed_s=changed_s)) is not None:
                 garbage.kept_because[f"{column.name}/{name}"] = reason
@@ -244,7 +244,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     """Remove the items, and then the empty folders. If a removal is killed, the next call completes it.
 
     Args:
-        on_item: Function (number of removed items, total number) that is called repeatedly.
+        on_item: Function (number of items done, total number) that is called after each batch.
     """
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
@@ -281,7 +281,7 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
     for item in recipes:
         folder = item.path.parent
         if any(folder in path.parents for path, _ in failed):
-            continue  # the folder is still a variant, which the next call removes
+            continue  # the folder is still a variant, so the next call will remove it
         has_recipe_only = set(folder.iterdir()) == {item.path}
         attempt(item, partial(_remove_variant, folder) if has_recipe_only else partial(remove_file, item.path))
     return Removal(num_files, num_bytes, failed)
@@ -290,8 +290,8 @@ def remove(garbage: Garbage, *, on_item: Callable[[int, int], None] = lambda don
 def _remove_variant(folder: Path) -> None:
     """Remove the folder of a variant that contains only the recipe.
 
-    The folder first gets a temporary name. If the removal is killed, `incomplete_variants` finds it: a folder with a
-    temporary name that contains at most a recipe.
+    The folder first gets a temporary name. If the removal is killed, `incomplete_variants` finds the folder, because
+    its name is temporary and it contains at most a recipe.
     """
     renamed_folder = rename(folder, temporary_path(folder))
     (renamed_folder / RECIPE_FILE).unlink()
@@ -324,7 +324,7 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
     return None
 
 
-def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
+def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of a variant, keyed by kind in the order of removal, and the unknown files.
 
     Args:
@@ -341,9 +341,9 @@ def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str
             continue
         if is_folder and entry.name in parts:
             kind, names = parts[entry.name]
-            _sort_subfolder(entry, names, known=known[kind], unknown=unknown)
+            _classify_subfolder(entry, names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
-            _sort_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
+            _classify_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
             unknown.extend(file.path for file in _entries(entry) if not RUNNING_FILE.fullmatch(file.name))
         elif is_folder or is_link:
@@ -359,7 +359,7 @@ def _sort_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str
     return known, unknown
 
 
-def _sort_subfolder(
+def _classify_subfolder(
     folder: "os.DirEntry[str]",
     names: re.Pattern[str],
     *,
@@ -367,12 +367,12 @@ def _sort_subfolder(
     unknown: list[str],
     needed: Collection[str] = (),
 ) -> None:
-    """Add the files in a subfolder of a variant, and in subfolders of commits, to `known` or `unknown`."""
+    """Add the files in a subfolder of a variant to `known` or `unknown`, including the subfolders of the commits."""
     for entry in _entries(folder):
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            _sort_subfolder(entry, names, known=known, unknown=unknown)
+            _classify_subfolder(entry, names, known=known, unknown=unknown)
             continue
         is_known = names.fullmatch(entry.name) and is_in_shard_folder(folder.name, entry.name) and entry.is_file()
         (known if is_known else unknown).append(entry.path)
@@ -384,7 +384,7 @@ def _entries(folder: "Path | os.DirEntry[str]") -> list["os.DirEntry[str]"]:
 
 
 def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
-    """Add the files that killed commands left. The caller holds all locks, so no command is writing these files."""
+    """Add files left behind by killed commands. The caller holds all locks, so no command is writing these files."""
     _add_temporaries(data_dir, garbage, matches=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
@@ -427,7 +427,7 @@ DATA_FILES = (SHARD_FILE, _LIST_FILE, *(re.compile(re.escape(name)) for name in 
 
 
 def variant_subfolders() -> dict[str, tuple[str, re.Pattern[str]]]:
-    """Return the subfolders that a variant may have, as {name: (kind of the files, pattern of the file names)}."""
+    """Return the possible subfolders of a variant, as {name: (kind of the files, pattern of the file names)}."""
     extra = {part.name: ("data", part.file_names) for work in usable_works(columns()) for part in work.extra_folders}
     return {COMMITS_FOLDER: ("commit", COMMIT_FILE), **extra}
 
@@ -445,8 +445,8 @@ def is_variant(folder: Path) -> bool:
 def late_files(folder: Path, column: str) -> list[Path]:
     """Return the files that a run wrote into the folder of a variant after `prep gc` had removed the variant.
 
-    The list contains the commits, which have checksums, and then the files in the commits. It is empty if the folder is
-    a variant, or contains any other file.
+    The list contains the commits, which have checksums, followed by the files that the commits name. It is empty if the
+    folder is a variant or contains any other file.
     """
     if (folder / RECIPE_FILE).exists() or folder.is_symlink() or not (folder / COMMITS_FOLDER).is_dir():
         return []
@@ -459,7 +459,7 @@ def late_files(folder: Path, column: str) -> list[Path]:
 
 
 def is_in_shard_folder(folder: str, name: str) -> bool:
-    """Return True if a file belongs in a folder of shards: its name has no shard ID, or the ID fits the folder."""
+    """Return False if the folder is a folder of shards and the file name begins with a shard ID of another folder."""
     if not FOLDER.fullmatch(folder):
         return True
     number = re.match(r"\d+", name)
@@ -467,7 +467,7 @@ def is_in_shard_folder(folder: str, name: str) -> bool:
 
 
 def belongs_to_format(data_dir: Path, key: str) -> bool:
-    """Return True if prep wrote an object: it is a table, or a file of a variant that prep made."""
+    """Return True if prep wrote an object: a record of the data folder, or a file of a variant that prep made."""
     folder, _, name = key.rpartition("/")
     if folder in ("", MANIFEST_FOLDER):
         return is_table_file(name) if folder else name in ROOT_FILES
@@ -489,7 +489,7 @@ class BucketGarbage:
     """Unfinished uploads to abort, and objects that are kept.
 
     Attributes:
-        uploads: Uploads of killed commands.
+        uploads: Uploads that killed commands left unfinished.
         foreign: Keys of objects that do not belong to the format.
         unknown_because: Reason why the uploads could not be listed, or None.
     """
@@ -515,12 +515,12 @@ def find_bucket_garbage(data_dir: Path) -> BucketGarbage:
 
 
 def abort_uploads(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
-    """Abort unfinished uploads, which frees the space of their parts.
+    """Abort unfinished uploads to free the space that their parts take up.
 
     Raises:
         UserError: See `Objects`.
         OSError: See `Objects`.
-        LeaseLost: A lock was lost. This is checked even if there are no uploads.
+        LeaseLost: A lock was lost. The locks are checked even if there are no uploads.
     """
     if (copy := _copy_of(data_dir)) is None:
         return
@@ -540,7 +540,7 @@ def _copy_of(data_dir: Path) -> "WorkingCopy | None":
 
 
 def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | None, *, data_dir: Path) -> str:
-    """Return the report of `prep gc`: removed variants and files with their sizes, and kept ones with reasons.
+    """Return the report of `prep gc`: removed files with their sizes, and kept files with the reasons.
 
     Args:
         in_bucket: Unfinished uploads and foreign objects.
@@ -559,7 +559,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | 
             files, size = count_noun(len(group), "file"), size_text(sum(item.size_bytes for item in group))
             lines.append(f"{verb:<11}{variant} ({files}, {size}): {group[0].reason}")
     lines += [
-        f"{verb:<11}{upload.key} (begun {upload.start_time or 'at an unknown time'}): upload of a killed command"
+        f"{verb:<11}{upload.key} (started {upload.start_time or 'at an unknown time'}): upload of a killed command"
         for upload in in_bucket.uploads
     ]
     names = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]

@@ -1,4 +1,4 @@
-"""Reports of `prep inspect` on a variant or a sample, and of `prep diff` on two variants."""
+"""Reports: a variant or a sample for `prep inspect`, and the differences between two variants for `prep diff`."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,10 +79,10 @@ def variant_report(variant: Variant, *, column: ColumnSpec) -> Report:
 
 
 def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
-    """Return the report on a sample: the report that the column makes or, by default, the fields of the index row.
+    """Return the report on a sample: the column's own report if it defines one, otherwise the fields of the index row.
 
     Args:
-        key: Key, or another name of the sample (see `find_sample`).
+        key: Key or other name of the sample (see `find_sample`).
 
     Raises:
         UserError: No sample or several samples match, or the sample cannot be read.
@@ -126,7 +126,8 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: Key of the sample; or the beginning of the key or the file name of the video, if only one sample matches.
+        name: Key of the sample, beginning of the key, or file name of the video. Unless it is a complete key, exactly
+            one sample must match.
 
     Raises:
         UserError: No sample or several samples match. The hint lists the matching or the nearest keys.
@@ -137,7 +138,7 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         if row >= 0:
             return shard, row
     num_unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    # No key is equal, so compare the beginnings of keys and the file names of videos, ignoring case.
+    # The name is not a key, so compare it with the beginnings of keys and with the file names of videos, ignoring case.
     video_ids = pa.array([], pa.string())
     with suppress(UserError):  # without a manifest, the file names are unknown
         videos = read_videos(data_dir)
@@ -183,7 +184,7 @@ def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
     return f"use a key such as {', '.join(first)}" if first else "run `prep status`; there are no readable shards"
 
 
-_NUM_COMPARED = 16  # number of compared arrays, spread evenly over the common samples
+_NUM_COMPARED = 16  # maximum number of arrays to compare, spread evenly over the common samples
 
 
 def variants_report(data_dir: Path, first: str, second: str) -> Report:
@@ -256,15 +257,15 @@ class Comparison:
     def __str__(self) -> str:
         suffix = f"; {count_noun(self.num_other_shape, 'array')} of different shapes" if self.num_other_shape else ""
         if self.largest is None:
-            return f"no arrays with the same sample and shape to compare{suffix}"
+            return f"no arrays to compare: no sample has arrays of the same shape in both variants{suffix}"
         return (
             f"{count_noun(self.num_arrays, 'array')} compared: largest difference {self.largest:.3g}, mean"
-            f" {self.mean:.3g}, with a standard deviation of the values of {self.deviation:.3g}{suffix}"
+            f" {self.mean:.3g}; standard deviation of the values {self.deviation:.3g}{suffix}"
         )
 
 
 def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
-    # Rows of the merged tables, keyed by video ID and, in a column of chunks, start.
+    # Rows of the merged tables, keyed by video ID and, in a column of chunks, start time.
     rows: list[dict[tuple[Any, ...], int]] = []
     for arrays in (first, second):
         entries, codes = arrays.rows.dictionary_codes("video_id")
@@ -275,7 +276,7 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
     common = [sample for sample in rows[0] if sample in rows[1]]
     selection = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
-    largest = total = squares = sum_of_values = 0.0
+    largest = total = sum_of_squares = sum_of_values = 0.0
     samples = [*dict.fromkeys(selection)]
     for sample in samples:
         pair = []
@@ -291,11 +292,12 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
         difference = np.abs(values - other_values)
         largest = max(largest, float(difference.max(initial=0)))
         total += float(difference.sum())
-        squares, sum_of_values = squares + float((values**2).sum()), sum_of_values + float(values.sum())
+        sum_of_squares += float((values**2).sum())
+        sum_of_values += float(values.sum())
         num_values += values.size
     if not num_values:
         return Comparison(0, num_other_shape, None, None, None)
-    variance = max(0.0, squares / num_values - (sum_of_values / num_values) ** 2)
+    variance = max(0.0, sum_of_squares / num_values - (sum_of_values / num_values) ** 2)
     return Comparison(len(samples) - num_other_shape, num_other_shape, largest, total / num_values, variance**0.5)
 
 

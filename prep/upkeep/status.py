@@ -1,6 +1,6 @@
-"""Status of a data folder, for `prep status`: read it from the records, and format it.
+"""Status of a data folder for `prep status`: read it from the records and format it.
 
-Only records are read, never tars, so that reading takes seconds for a dataset of any size.
+Only records are read, never tars, so reading the status takes seconds for a dataset of any size.
 """
 
 import os
@@ -104,7 +104,7 @@ class ColumnStatus:
         variants: Status of each variant, the current variant first.
         problems: Missing and damaged shards of the current variant, as (shard ID, "missing" or "corrupt", reason).
         stale_because: Reason why the column's command would now make a different variant; None if it would not.
-        to_make: Number of shards that the column's command would make, according to the last probes, keyed by state.
+        to_make: Number of shards that the column's command would make after the last probes, keyed by shard state.
         num_orphaned: Number of shards that the column's command would remove.
         file_problems: Problems of files that are derived from the shards of the current variant.
         failures_file: List of the failures of the last run; None if the last run had no failures.
@@ -169,11 +169,11 @@ class VideosStatus:
         num_with_audio: Number of usable videos with audio.
         num_noted: Number of videos with unusual properties, such as HDR or several video tracks.
         first_notes: Notes on the first few videos with unusual properties, keyed by video ID.
-        num_captions_beyond: Number of captions that begin after the end of their video, if the video has been probed;
-            None if unknown.
-        num_captions_ending_beyond: Number of other captions that end more than a second after the end of their video;
-            None if unknown.
-        first_captions_beyond: First few captions of both kinds.
+        num_captions_beyond: Number of captions of probed videos that begin at or after the end of their video; None if
+            unknown.
+        num_captions_ending_beyond: Number of other captions of probed videos that end more than a second after the end
+            of their video; None if unknown.
+        first_captions_beyond: First few captions of these two kinds.
     """
 
     num_videos: int
@@ -205,7 +205,7 @@ class Status:
         columns: Status of each column, keyed by column name, including columns without variants.
         leakage: Leakage between splits; None if there are no scores.
         lost: Time that each split loses because its videos have captions of other splits, keyed by split.
-        damaged: Errors about damaged records. The rest of the status could be read.
+        damaged: Errors about damaged records. The rest of the status was read.
     """
 
     data_dir: Path
@@ -430,7 +430,7 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command of a column, with the settings of the current variant, otherwise of the first variant."""
+    """Return the command for a column with the settings of the current variant or, without one, the first variant."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted_variant := current_variant(data_dir, column.column)) is not None:
@@ -509,7 +509,7 @@ def _column_lines(column: ColumnStatus, data_dir: Path) -> list[str]:
         lines += [f"{_INDENT}read by {on_one_line(reader)}" for reader in variant.readers[:_MAX_LISTED]]
         if len(variant.readers) > _MAX_LISTED:
             lines.append(f"{_INDENT}... and {count_noun(len(variant.readers) - _MAX_LISTED, 'more reader')}")
-        lines += [f"{_INDENT}{'  ' if number else 'left out: '}{line}" for number, line in enumerate(variant.left_out)]
+        lines += [f"{_INDENT}{'  ' if index else 'left out: '}{line}" for index, line in enumerate(variant.left_out)]
         if variant.num_running is not None:
             done = variant.num_samples + variant.num_running
             progress = f"{count_noun(done, spec.sample)} so far"

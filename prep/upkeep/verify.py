@@ -1,7 +1,7 @@
 """`prep verify`: check every byte of shards and records and, with `--deep`, every frame or value of the samples.
 
-The next run repairs the damage, but checks only sizes and modification times (clipmill.shards.verify.quick_check). If a
-damaged file would pass this check, `prep verify` makes the file newer than its commit.
+The next run repairs the damage, but it checks only sizes and modification times (clipmill.shards.verify.quick_check).
+If a damaged file would pass that check, `prep verify` makes the file newer than its commit.
 
 The records of a data folder are the manifest, probes, shots, layouts and dataset.json. Each finding contains the
 command that repairs the record.
@@ -84,12 +84,12 @@ class VerifyResult:
         variant: Name of the variant.
         num_shards: Number of committed shards with samples.
         num_samples: Number of samples in these shards.
-        num_bytes: Total size of tars and indexes.
+        num_bytes: Total size of the tars and indexes in bytes.
         num_deep: Number of decoded frames or checked array rows.
         findings: Differences from the committed bytes, in the order of the shards.
-        unseen: IDs of damaged shards that could not be marked, so that the next run will not notice the damage.
+        unseen: IDs of damaged shards that could not be marked. The next run will not notice their damage.
         deep_findings: Problems of samples whose bytes match the commit.
-        inaccessible: Shards that cannot be read from the bucket at present, and may or may not be damaged.
+        inaccessible: Shards that currently cannot be read from the bucket. They may or may not be damaged.
     """
 
     variant: str
@@ -156,8 +156,8 @@ def verify_variant(
 
     Args:
         num_workers: Number of shards to process in parallel: in threads when reading, in processes when decoding.
-        on_shard: Function (number of read shards, total number) that is called after each shard.
-        on_deep_shard: Function (number of checked shards, total number) that is called after each shard of the deep
+        on_shard: Function (number of shards read, total number) that is called after each shard.
+        on_deep_shard: Function (number of shards checked, total number) that is called after each shard of the deep
             check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(commit_problem, variant.damaged)}
@@ -272,8 +272,8 @@ def check_deep(task: DeepTask) -> DeepResult:
         table = open_index(task.variant_dir / task.commit.files.index)
         path = task.variant_dir / task.commit.files.tar
         with local_copy(path), path.open("rb") as tar:
-            for number in range(table.num_rows):
-                row = {name: table[name][number].as_py() for name in table.column_names}
+            for index_row in range(table.num_rows):
+                row = {name: table[name][index_row].as_py() for name in table.column_names}
                 row["tar"] = path
                 key, members = row["key"], {}
                 for extension in extensions_of(table):
@@ -307,7 +307,7 @@ class RecordFinding:
 
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
-    """Check the records of a data folder that do not belong to a variant, with their checksums."""
+    """Check the records of a data folder that do not belong to a variant, including their checksums."""
     return [
         *_check_manifest(data_dir),
         *_check_tables(data_dir),
@@ -382,11 +382,11 @@ def _check_tables(data_dir: Path) -> Iterator[RecordFinding]:
             continue
         except (OSError, ValueError) as error:
             if schema is PROBES:
-                message = f"{error}; until it is repaired, all sources are probed again"
+                message = f"{error}; until the table is repaired, all sources are probed again"
                 repair = f"prep plan --data {shlex.quote(str(data_dir))}"
             else:
                 detect_command = f"prep {command_for(VIDEO)} --cut shots"
-                message = f"{error}; until it is repaired, shots are detected again by `{detect_command}`"
+                message = f"{error}; until the table is repaired, `{detect_command}` detects all shots again"
                 command = _command_of(data_dir, column_named(VIDEO), lambda stored: stored.get("cut") == "shots")
                 repair = command or f"{detect_command} with the same settings as before"
             yield RecordFinding(str(path), message, repair)
@@ -447,7 +447,7 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
 
 
 def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[StoredRecipe], bool]) -> str | None:
-    """Return the command of a variant with a matching recipe, preferably the current variant; None if none matches."""
+    """Return the command for a variant with a matching recipe, preferably the current variant, or None."""
     current = None
     with suppress(UserError):  # a damaged dataset.json is reported separately
         current = current_variant(data_dir, column.name)
@@ -474,12 +474,12 @@ def verified_text(result: VerifyResult, *, column: ColumnSpec, max_findings: int
     state = "damaged" if result.num_damaged else "not read completely" if result.inaccessible else "OK"
     lines.append(f"{column.name} {result.variant}: {total}, {size_text(result.num_bytes)} read{deep}: {state}")
     if not result.num_shards and not result.num_problems:
-        lines[-1] += "; no shards yet, `prep status` shows the next step"
+        lines[-1] += "; no shards yet (`prep status` shows the next step)"
     return "\n".join(lines)
 
 
 def repairs_text(records: list[RecordFinding]) -> list[str]:
-    """Return a line with the number of damaged records and the commands that repair them; empty without damage."""
+    """Return a line with the number of damaged records and the commands that repair them, or an empty list."""
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
@@ -488,12 +488,12 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def repair_text(command: str, messages: Iterable[str]) -> str:
-    """Return a clause about how to repair damage.
+    """Return a clause that says how to repair damage.
 
     Args:
         command: Command that repairs the damage.
-        messages: Descriptions of the damage. If a folder has the name of a file, the user has to move the folder first,
-            because no command replaces it.
+        messages: Descriptions of the damage. If a folder is in the place of a file, the user has to move the folder
+            first, because no command replaces a folder.
     """
     has_folder = any(NOT_A_FILE in message for message in messages)
     first_step = "remove or move the folders that are in place of files, then " if has_folder else ""
@@ -517,8 +517,8 @@ def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, 
     if unmarked_ids:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
         more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
-        parts.append(f"a run does not detect some damage: to repair it, first remove these commits: {paths}{more}")
+        parts.append(f"a run cannot detect some of the damage; to repair it, first remove these commits: {paths}{more}")
     if result.inaccessible:
         shards = count_noun(len(result.inaccessible), "shard")
-        parts.append(f"{shards} of {name} cannot be accessed, and may be intact: verify again later")
+        parts.append(f"{shards} of {name} cannot be accessed but may be intact; verify again later")
     return "; ".join(parts)

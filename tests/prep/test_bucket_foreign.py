@@ -102,7 +102,7 @@ def test_gc_aborts_uploads_of_its_own_names_alone(data: str) -> None:
     for name in names:
         obstore.open_writer(objects._store, name, buffer_size=5 * 2**20).write(bytes(6 * 2**20))
     lines = prep_here("gc", "--dry-run", "--data", data).stdout.splitlines()
-    assert lines[0].startswith(f"to remove  {names[0]} (begun 20") and len(list(objects.open_uploads())) == 4
+    assert lines[0].startswith(f"to remove  {names[0]} (started 20") and len(list(objects.open_uploads())) == 4
     assert prep_here("gc", "--data", data, "--json").summary["uploads"] == names[:1]
     assert {unfinished.key for unfinished in objects.open_uploads()} == {*names[1:]}
 

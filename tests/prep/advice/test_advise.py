@@ -195,7 +195,7 @@ def test_advice_for_a_cluster_scales_the_run(prep: Prep, shard_set: ShardSet, tm
     assert (values["batch"], values["nodes"], values["gpus_per_node"]) == (512, 4, 8)
     assert values["is_read_speed_of_all_nodes"] and values["clips_per_s_per_gpu"] == pytest.approx(16 / 0.4)
     text = " ".join(prep("advise", *words).stdout.split())  # the output wraps lines at paths
-    assert "its 32 clips are scaled from 2 to 32 GPUs" in text and "4 nodes together" in text
+    assert "its batch of 32 clips is scaled from 2 to 32 GPUs" in text and "4 nodes together" in text
     assert prep("advise", *words, "--batch", 64, "--json").summary["batch"] == 64
 
 

@@ -59,7 +59,7 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
         assert name not in prep_here("status", "--data", data, status=None).stdout, "the old variant is still listed"
 
         rerun(prep, shard_set, *LEN, "--crf", 30)
-        assert "stale: it describes chunks of" in prep_here("status", "--data", data, status=None).stdout
+        assert "stale: the source describes chunks of" in prep_here("status", "--data", data, status=None).stdout
     removed = prep_here("manifest", "captions", "--remove", "vlm", "--data", data, "--json").summary
     assert sum(removed["num_captions_removed"].values()) == NUM_CHUNKS and not of_source(data)
 
@@ -77,7 +77,8 @@ def test_a_changed_column_makes_its_source_stale_and_keeps_the_ids_of_what_has_n
         before = of_source(data)
         prep_here("retry", "--column", "captions", "--engine", "processes", "--data", data)
         assert variant_of(data).directory.name == made["variant"]
-        assert "stale: the column captions has changed since" in prep_here("status", "--data", data, status=None).stdout
+        stale = 'stale: the column "captions" has changed since'
+        assert stale in prep_here("status", "--data", data, status=None).stdout
         assert "5 captions (1 new)" in prep_here(*add).stdout
     assert before.items() <= of_source(data).items()
     (variant_of(data).directory / "captions.parquet").write_bytes(b"PAR1")

@@ -100,7 +100,7 @@ def test_what_is_dropped_is_counted_and_written_down(data: Path, tmp_path: Path)
 def test_earlier_captions_of_a_model_that_changed_are_stale(data: Path, tmp_path: Path) -> None:
     captions(data, of_chunks(data, tmp_path / "p.parquet"))
     ran = captions(data, of_chunks(data, tmp_path / "p.parquet", weights=SECOND))
-    assert "stale: 6 captions of narrator@aaaaaaaa, an earlier version, replaced\n" in ran.stdout
+    assert "stale: 6 captions of the earlier version narrator@aaaaaaaa replaced\n" in ran.stdout
     assert captions(data, tmp_path / "p.parquet", "--json").summary["stale"] == {}
 
 
@@ -144,12 +144,12 @@ def test_captions_of_another_variant_of_chunks_are_stale(data: Path, tmp_path: P
     table = of_chunks(data, tmp_path / "p.parquet")
     text = pseudo(tmp_path / "q.parquet", [{"video": read_videos(data)["video_id"][0].as_py(), "text": "a"}], name="b")
     ran = captions(data, table, text)
-    assert "note: b@aaaaaaaa describes chunks of v1, which is not the current variant\n" in ran.stdout
+    assert "note: b@aaaaaaaa describes chunks of v1, not of the current variant\n" in ran.stdout
     status = prep_here("status", "--data", data).stdout
-    assert status.count("stale: it describes chunks of v1, not of the current variant\n") == 1
+    assert status.count("stale: the source describes chunks of v1, not of the current variant\n") == 1
     sources = prep_here("status", "--data", data, "--json").summary["videos"]["caption_sources"]
     assert {source["name"]: source["stale_because"] for source in sources if source["is_further"]} == {
-        "b@aaaaaaaa": "it describes chunks of v1, not of the current variant",
+        "b@aaaaaaaa": "the source describes chunks of v1, not of the current variant",
         "narrator@aaaaaaaa": None,
     }
 
@@ -175,7 +175,7 @@ def test_captions_of_chunks_and_videos_that_are_gone_are_listed(data: Path, tmp_
     assert (
         f"p.parquet, entry 2: {second}: missing_chunk: the video has no chunk between 0.0 s and 1.0 s\n" in ran.stdout
     )
-    hint = "  hint: if the videos have no chunks yet, such as videos added again, run `prep chunk` or `prep "
+    hint = "  hint: if the videos have no chunks yet, for example because they were added again, first run `prep chunk`"
     assert hint in ran.stdout
     only = pseudo(tmp_path / "only.parquet", rows[1:])
     assert hint in captions(data, only, status=1).stderr

@@ -59,7 +59,7 @@ def test_a_manifest_without_captions_makes_no_variant(prep: Command, tmp_path: P
         ("ViT-Q-32:openai", 'open_clip has no model "ViT-Q-32"'),
         ("ViT-B-32:no_such_tag", '"no_such_tag" is neither a file nor a tag of ViT-B-32'),
         ("ViT-B-32:/nowhere/clip.pt", '"/nowhere/clip.pt" is neither a file nor a tag'),
-        ("ViT-B-32:openai", "the weights openai require a different activation function than ViT-B-32 has"),
+        ("ViT-B-32:openai", "the weights openai require a different activation function than ViT-B-32 uses"),
     ],
 )
 def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:

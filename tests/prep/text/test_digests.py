@@ -11,7 +11,7 @@ def test_a_set_keeps_each_digest_once_in_order() -> None:
     digests = np.frombuffer(np.random.default_rng(0).bytes(16 * 30_000), DIGESTS).copy()
     digests[::7] = np.frombuffer(bytes(16) + bytes([255]) * 14 + bytes(2), DIGESTS)[np.arange(len(digests[::7])) % 2]
     digest_set = DigestSet()
-    digest_set._MAX_WAITING = 5000
+    digest_set._MAX_BUFFERED = 5000
     for begin in range(0, len(digests), 1700):
         digest_set.add(digests[begin : begin + 1700])
     digest_set.add(digests[:4000])

@@ -338,7 +338,7 @@ def nearest(frames: list[tuple[Fraction, NDArray[Any]]], picture: NDArray[Any]) 
 
 def test_a_folder_is_not_read_again_over_captions_or_by_another_adapter(index_folder: Path, tmp_path: Path) -> None:
     again = prep_here("index", index_folder / "videos", "--data", index_folder / "data", status=2)
-    assert "already has videos of" in again.error
+    assert "already contains videos of" in again.error
     (tmp_path / "robot" / "meta").mkdir(parents=True)
     (tmp_path / "robot" / "meta" / "info.json").write_text("{}")
     ran = prep_here("index", tmp_path / "robot", "--data", tmp_path / "data", status=2)
