@@ -1,13 +1,13 @@
-"""Answers of vision-language models: the interface to models and servers, the journal of answers, and their samples.
+"""Answers from vision-language models: the interface to models and servers, the journal of answers, and the samples.
 
     <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
-    <variant>/answers/spent          the tokens of the current run, 8 bytes per answer (`Budget`)
+    <variant>/answers/spent          the tokens used by the current run, 8 bytes per answer (`Budget`)
 
 Each answer is on disk before the next request is sent in its place. A killed run therefore loses the requests in
 flight, but no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several
-lines, the last one counts. The journal is kept because it has values that the shard lacks, such as the duration of each
-request. A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the chunk
-has moved to a different shard.
+lines, the last one counts. The journal is kept because it contains values that the shard lacks, such as the duration of
+each request. A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the
+chunk has moved to a different shard.
 """
 
 import base64
@@ -67,7 +67,7 @@ class CaptionTask:
         rows: Rows of the shard to caption.
         stop: Function that returns a reason to send no further requests, or None. It is called before each request.
         read: Function that returns the content of the chunk in a row.
-        pictures: Function that decodes the frames of a chunk that the model receives.
+        pictures: Function that decodes those frames of a chunk that are sent to the model.
         keep: Function that stores the answer for a row, or the reason why there is no answer. The answer is on disk
             when the function returns.
         seed: Function that returns the random seed for a row.
@@ -112,7 +112,7 @@ def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Pic
 
 
 def jpeg_data_url(picture: Picture) -> str:
-    """Encode a picture as JPEG, and return it as a data URL."""
+    """Encode a picture as JPEG and return the data URL."""
     import cv2
 
     is_encoded, content = cv2.imencode(
@@ -124,7 +124,7 @@ def jpeg_data_url(picture: Picture) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a model for one chunk. Lone surrogates are removed from the strings, because UTF-8 cannot encode them.
+    """Answer from a model for one chunk. Lone surrogates are removed, because UTF-8 cannot encode them.
 
     Attributes:
         text: Text as received.
@@ -162,12 +162,12 @@ class Answer:
 
     @property
     def is_counted(self) -> bool:
-        """True if the server reported both numbers of tokens."""
+        """True if the server reported both token counts."""
         return None not in (self.tokens_in, self.tokens_out)
 
     @property
     def caption(self) -> str:
-        """Text of the answer on one line, without control characters and without words of only invisible characters."""
+        """Text of the answer on one line, without control characters or words that consist of invisible characters."""
         text = "".join(" " if unicodedata.category(char) == "Cc" else char for char in self.text)
         return " ".join(
             word
@@ -176,7 +176,7 @@ class Answer:
         )
 
     def problem(self, model: str) -> SourceFailure | None:
-        """Return the reason why the answer is not usable as a caption by `model`, or None.
+        """Return the reason why the answer cannot be used as a caption from `model`, or None.
 
         The message does not contain the API key. A server may append a snapshot date to the name of the model, such as
         gpt-4o-2024-08-06 for gpt-4o.
@@ -187,7 +187,7 @@ class Answer:
             message = f'the server answered with the model "{self.model}" instead of "{model}"'
         elif self.refusal or self.finish_reason == _FILTERED:
             code = FailureCode.ANSWER_REFUSED
-            message = self.refusal or "a filter of the server removed the answer"
+            message = self.refusal or "a filter on the server removed the answer"
         elif self.finish_reason == _LENGTH:
             code = FailureCode.ANSWER_TRUNCATED
             message = f"the answer was cut off after {self.tokens_out} tokens"
@@ -224,7 +224,7 @@ def _storable(text: object) -> str:
 
 
 def _token_count(value: object) -> int | None:
-    """Return the number of tokens that a server reports; None if the value is not a valid number."""
+    """Return the token count that a server reports; None if the value is not a valid count."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS
@@ -276,12 +276,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 class Journal:
-    """Journal of a shard, to which a worker adds answers. It is a context manager, and thread-safe.
+    """Journal of the answers for a shard. It is a context manager and thread-safe.
 
     Args:
         path: Path of the journal.
-        others: Journals of shards that used to contain chunks of this shard. If a chunk has several answers, the answer
-            in this shard's journal is used.
+        others: Journals of other shards that used to contain chunks of this shard. If a chunk has several answers, the
+            answer in this shard's journal is used.
     """
 
     def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:

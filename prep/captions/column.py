@@ -55,8 +55,8 @@ class CaptionsRequest(ModelRequest):
         KEPT,
         Range(0, 1000),
         Parameter(
-            help="Maximum number of retries of a request after status 429 or 5xx, a broken connection or --timeout, 0 "
-            "to 1000. The pauses grow to 8 s, unless the server sets the pause; 10 retries take about a minute."
+            help="Maximum number of times to retry a request after status 429 or 5xx, a broken connection or "
+            "--timeout, 0 to 1000. Pauses grow to 8 s unless the server sets them; 10 retries take about a minute."
         ),
     ] = 10
     timeout: Annotated[
@@ -96,7 +96,7 @@ class CaptionsPlanRequest(PlanRequest):
         int,
         Range(0, 100),
         Parameter(
-            help="Number of chunks to caption now, to estimate tokens and time, 0 to 100. A run reuses the answers."
+            help="Number of chunks to caption now, 0 to 100, to estimate tokens and time. A run reuses the answers."
         ),
     ] = 0
 

@@ -1,9 +1,9 @@
-"""Captions from a server with an OpenAI-compatible API, by many parallel requests. Only this module imports `openai`.
+"""Captions from a server with an OpenAI-compatible API, requested in parallel. Only this module imports `openai`.
 
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
 Rows are prepared ahead, so that the next request is ready when one ends. A single thread does all CPU work, because
-there are as many workers as cores, and switching between threads would cost a third more. The client retries failed
+there are as many workers as cores, and switching between threads takes a third more CPU time. The client retries failed
 requests (429, 5xx, timeout, broken connection) with exponential backoff and jitter, or after the time in Retry-After.
 Requests and responses are passed as bytes, because converting them to the client's message classes takes as long as
 decoding.
@@ -119,7 +119,7 @@ class Endpoint:
         return self._stop is not None
 
     async def _ask(self, client: "AsyncOpenAI", request: bytes) -> Answer:
-        """Send the request for a chunk, and return the answer in the response.
+        """Send the request for a chunk and return the answer in the response.
 
         Raises:
             SourceFailure: No usable response was received.
@@ -153,7 +153,7 @@ class Endpoint:
         raise failure
 
     def _parse_answer(self, content: bytes, *, start_s: float) -> Answer | None:
-        """Parse a response; return None if it is truncated, an error page of a proxy, or not an answer at all.
+        """Parse a response; return None if it is truncated, an error page from a proxy, or not an answer at all.
 
         Args:
             start_s: Monotonic time at which the request was sent.
@@ -187,7 +187,7 @@ class Endpoint:
 def require_client() -> None:
     """Check that `openai` and `aiohttp` are installed, and that the API key can be sent in a header.
 
-    The packages are not imported, which would take a second.
+    The packages are not imported, because that would take a second.
 
     Raises:
         UserError: A package is missing, or the key contains a character that a header cannot contain.
@@ -198,6 +198,6 @@ def require_client() -> None:
     key = os.environ.get(KEY_VARIABLE, "")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"{KEY_VARIABLE} contains a line feed, or another character that an API key cannot contain",
-            hint="set the variable to the key, and to nothing else",
+            f"{KEY_VARIABLE} contains a line feed or another character that an API key cannot contain",
+            hint="set the variable to the key and nothing else",
         )

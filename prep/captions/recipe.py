@@ -24,7 +24,8 @@ from clipmill.shards.where_flag import check_where
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 _SUGGESTION = (
-    "use a folder in which save_pretrained wrote a model and its processor, or a name such as Qwen/Qwen3-VL-2B-Instruct"
+    "use a folder with a model and its processor, written by save_pretrained, or a name such as "
+    "Qwen/Qwen3-VL-2B-Instruct"
 )
 CAPTIONS_SCHEMA = 2  # increment it when the same settings start to send different images or text
 MODEL = Parameter(group=Group("Captions", sort_key=1))
@@ -32,18 +33,18 @@ PROMPT = "Describe this video clip in one sentence."
 _MAX_PROMPT_CHARS = 100_000
 _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNSAFE_CHARS = re.compile(r"[^A-Za-z0-9.]+")
-# With temperature 0, decoding is greedy, and settings with this mark have no effect.
+# With temperature 0, decoding is greedy, and the settings marked with this rule have no effect.
 _NEEDS_SAMPLING = Needs("temperature", use="1")
 
 
 @dataclass(frozen=True)
 class Model:
-    """An image-text-to-text model of transformers on this machine.
+    """Image-text-to-text model for transformers, stored on this machine.
 
     Attributes:
         name: Name on the Hugging Face Hub, or name of the folder without its parents.
-        source: Name on the Hub, or absolute path of the folder, with which other machines can open the model.
-        directory: Folder of the files.
+        source: Name on the Hub or absolute path of the folder. Other machines use it to open the model.
+        directory: Folder that contains the files.
         sha256: SHA-256 (hex) of configuration, processor, tokenizer and weights.
     """
 
@@ -86,7 +87,7 @@ class CaptionsSettings(Checked):
     """
 
     model: Annotated[str, MODEL, FIRST_RUN]
-    """Image-text-to-text model of transformers: a folder, or a name on the Hugging Face Hub. With --endpoint: the name
+    """Image-text-to-text model for transformers: a folder, or a name on the Hugging Face Hub. With --endpoint: the name
     of the model on the server."""
 
     endpoint: Annotated[str | None, MODEL, FIRST_RUN, NOT_STORED] = None
@@ -121,8 +122,8 @@ class CaptionsSettings(Checked):
     """Data type of a local model's weights."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
-    """Condition on scores and videos that selects the chunks to caption, such as 'num_captions = 0'. It is not part of
-    the recipe. Default: all chunks."""
+    """Condition on scores and videos that selects the chunks to caption, such as 'num_captions = 0'. The condition is
+    not part of the recipe. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error for each invalid name, prompt, URL or condition."""
@@ -199,7 +200,7 @@ def _require_prompt(text: str, *, flag: str, value: str = "") -> None:
 
 
 def resolve(settings: CaptionsSettings) -> tuple[CaptionsSettings, dict[str, Any]]:
-    """Read the prompt and find the model; return the settings with both, and further values of the recipe.
+    """Read the prompt and find the model; return the settings with both, and additional values for the recipe.
 
     Raises:
         UserError: The prompt file or the model does not exist, or is invalid.

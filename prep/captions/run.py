@@ -1,4 +1,4 @@
-"""Driver of the column `captions`: options of the workers, the trial of a plan, and the cost of answers in reports."""
+"""Driver of the column `captions`: worker options, the trial of a plan, and the cost of the answers in reports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +44,7 @@ _NUM_SHOWN = 3  # number of answers in the report of a plan
 
 
 def choose_workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
-    """Reset the shared token count, and return the number, resources and options of the workers."""
+    """Reset the shared token count and return the number, resources and options of the workers."""
     workers = _workers(plan, request)
     if workers.options.max_tokens_total is not None:
         Budget(plan.variant_dir, limit=workers.options.max_tokens_total, num_spent=workers.options.num_spent).begin()
@@ -60,7 +60,7 @@ def _workers(plan: ChunksPlan, request: CaptionsRequest) -> Workers:
         # the server busy, even on a machine with few cores.
         workers = max(1, min(workers or max(_MIN_ENDPOINT_WORKERS, num_cores()), request.in_flight, len(work)))
     elif not gpus and workers is None and request.cluster is None:
-        workers, num_threads = 1, num_cores()  # a model on the CPU uses all cores; more replicas would only take memory
+        workers, num_threads = 1, num_cores()  # a model on a CPU uses all cores; more replicas would only take memory
     else:
         num_threads = threads_per_worker(
             workers, gpus_per_worker=gpus, address=request.cluster, execution=request.execution
@@ -122,7 +122,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
 
 
 def sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the request duration and the model of a chunk's answer, if a journal contains the answer."""
+    """Return the request duration and the model of a chunk's answer, or no facts if no journal contains the answer."""
     variant = Variant.open(data_dir, column=CAPTIONS)
     for shard in variant.shards():
         row = pc.index(shard.index["key"], key).as_py()

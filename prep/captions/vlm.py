@@ -1,4 +1,4 @@
-"""Captions by a local image-text-to-text model. In this package, only this module imports torch and transformers."""
+"""Captions from a local image-text-to-text model. In this package, only this module imports torch and transformers."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class LocalModel:
     """Image-text-to-text model with its processor.
 
     Args:
-        model: Model of transformers, on the device.
+        model: Model from transformers, already on the device.
         processor: Processor of the model.
         name: Name to record with the answers.
         device: Device of the model.
@@ -45,7 +45,7 @@ class LocalModel:
 
         Args:
             pictures: Pictures of each chunk.
-            settings: Prompt, and settings of the generation.
+            settings: Prompt and generation settings.
             seed: Random seed of the batch.
 
         Returns:
@@ -69,7 +69,7 @@ class LocalModel:
                 if does_fit
                 else SourceFailure(
                     FailureCode.PROMPT_TOO_LONG,
-                    f"{length} tokens of pictures and prompt, with {settings.max_tokens} tokens for the answer, exceed "
+                    f"{length} tokens of pictures and prompt plus {settings.max_tokens} tokens for the answer exceed "
                     f"the context of {self._context} tokens",
                 )
                 for does_fit, length in zip(fits, lengths, strict=True)
@@ -121,7 +121,7 @@ class LocalModel:
         return inputs.to(self._device, dtype=self._model.dtype)
 
     def _answer(self, tokens: list[int], *, tokens_in: int, seconds: float) -> Answer:
-        end = next((number for number, token in enumerate(tokens) if token in self._end_ids), None)
+        end = next((position for position, token in enumerate(tokens) if token in self._end_ids), None)
         return Answer(
             text=self._processor.decode(tokens if end is None else tokens[:end], skip_special_tokens=True),
             finish_reason="length" if end is None else "stop",
@@ -137,7 +137,7 @@ class LocalCaptioner:
     """Captioner that runs a model in this process.
 
     Row r belongs to batch r // `batch`, no matter which rows already have a caption. A rerun after a kill therefore
-    has the same batch boundaries.
+    uses the same batch boundaries.
 
     Attributes:
         batch: Maximum number of chunks in a batch.
@@ -181,7 +181,7 @@ class LocalCaptioner:
 
 
 def _run_ahead(batches: Iterator[list[int]], start: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
-    """Yield each batch with the result of `start(batch)`, after `start` was called for the next batch too."""
+    """Yield each batch with the result of `start(batch)`, after also calling `start` for the next batch."""
     running = [(batch, start(batch)) for batch in islice(batches, 1)]
     while running:
         running += [(batch, start(batch)) for batch in islice(batches, 1)]
@@ -220,7 +220,7 @@ def open_model(directory: Path, *, name: str, device: Device, precision: str, nu
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(
             f"the model in {directory} cannot be loaded: {on_one_line(str(error).strip() or type(error).__name__)}",
-            hint="use a folder in which save_pretrained wrote an image-text-to-text model and its processor",
+            hint="use a folder with an image-text-to-text model and its processor, written by save_pretrained",
         ) from None
     if getattr(processor, "chat_template", None) is None:
         raise UserError(

@@ -1,6 +1,6 @@
-"""`ChunkWork` of the column `captions`, and its table `<variant>/captions.parquet`, read by `prep manifest captions`.
+"""`ChunkWork` of the column `captions`, and its caption table `<variant>/captions.parquet`.
 
-A run writes the table at its end, from the shards.
+At its end, a run writes the table from the shards. `prep manifest captions` reads the table.
 """
 
 from pathlib import Path
@@ -44,8 +44,8 @@ def publish_caption_table(variant: Variant) -> Path:
     rows = read_chunk_rows(variant, columns=_COLUMNS)
     ids, codes = rows.dictionary_codes("video_id")
     starts, frames, fps_num, fps_den = (rows.table[name].to_numpy().astype(np.int64) for name in _COLUMNS[1:5])
-    distinct = ids.dictionary_encode()
-    order = order_of(distinct.indices.to_numpy()[codes], starts)
+    encoded_ids = ids.dictionary_encode()
+    order = order_of(encoded_ids.indices.to_numpy()[codes], starts)
     sorted_rows = pa.array(np.arange(len(codes)) if order is None else order)
     source = f"{SOURCE}@{recipe_fingerprint(variant.recipe)[:8]}"
     recipe = dict(variant.recipe)
@@ -89,7 +89,7 @@ def caption_table_problem(variant: Variant) -> str | None:
         return f"{path} is missing"
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         return f"{path} is damaged: {error}"
-    return None if is_current else f"{path} is stale: shards have changed since it was written"
+    return None if is_current else f"{path} is stale: shards have changed since the table was written"
 
 
 def _require(settings: CaptionsSettings) -> None:

@@ -157,8 +157,8 @@ def crop_frames(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
     """
     crops: list[NDArray[np.uint8]] = []
     size = video.segment_frames if video.is_video else BLOCK_FRAMES
-    for number, frame in enumerate(_pictures(video)):
-        square = video.squares[number // video.segment_frames]
+    for index, frame in enumerate(_pictures(video)):
+        square = video.squares[index // video.segment_frames]
         crops.append(frame[square.top : square.top + square.side, square.left : square.left + square.side])
         if len(crops) == size:
             yield np.stack(crops)[None] if video.is_video else np.stack(crops)

@@ -1,4 +1,4 @@
-"""Choose what to encode of a chunk: the frames of its segments, and a square crop for each segment.
+"""Choose what to encode from a chunk: the frames of its segments, and a square crop for each segment.
 
 The crops depend only on the settings, the content of the chunk and the frame size. All randomness comes from
 `generator`.
@@ -108,8 +108,8 @@ def segment_squares(
         return [Square((width - short_side_px) // 2, (height - short_side_px) // 2, short_side_px)] * num_segments
     side = settings.size if settings.crop == "exact" else max(1, short_side_px * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
     if side > short_side_px:
-        message = f"the frames have {width} x {height} pixels, but --crop exact needs {side}; --crop random resizes"
-        raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
+        message = f"--crop exact needs {side} x {side} pixels, but the frames have {width} x {height}"
+        raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{message}; use --crop random, which resizes")
     squares = []
     for segment in range(num_segments):
         rng = generator(settings.seed, content, f"crop {segment}")

@@ -74,16 +74,16 @@ class LatentsSettings(Checked):
     """Precision of the VAE's computation."""
 
     tiling: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
-    """Encode large frames in overlapping tiles (enable_tiling in diffusers). It takes less memory, but changes the
+    """Encode large frames in overlapping tiles (enable_tiling in diffusers). Tiling takes less memory, but changes the
     latents."""
 
     slicing: Annotated[bool, MODEL, STORED_IF_CHANGED] = False
     """Encode the pictures or segments of a batch one by one (enable_slicing in diffusers)."""
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
-    """Condition that selects the chunks to encode, on their scores and videos, such as 'motion > 0.2 and not
-    duplicate'. It is not part of the variant: a run with a different condition encodes the missing chunks, and drops
-    the chunks that it does not select. Default: all chunks."""
+    """Condition on scores and videos that selects the chunks to encode, such as 'motion > 0.2 and not duplicate'. The
+    condition is not part of the recipe: a run with a different condition encodes the missing chunks, and drops the
+    chunks that are no longer selected. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors about an empty --vae, invalid lengths and rates, and an invalid condition."""
@@ -127,7 +127,7 @@ class LatentsSettings(Checked):
             raise UserError(
                 f"a segment of {self.segment} at {self.fps} fps has {float(num_frames):g} frames, which is not a whole "
                 "number",
-                hint="use a --segment and an --fps with a whole number of frames per segment, such as "
+                hint="use a --segment and an --fps that give a whole number of frames per segment, such as "
                 "--segment 5s --fps 4",
                 flags=("--segment", "--fps"),
             )
@@ -188,7 +188,7 @@ class Encoding:
         """Check that the VAE supports the settings: segment length, tiling, sampling from the posterior, and size.
 
         Raises:
-            UserError: The VAE does not support the settings, or lacks the statistics to normalise such long segments.
+            UserError: The VAE does not support the settings, or lacks the statistics to normalise segments this long.
         """
         if self.is_video:
             num_frames, step, vae = self.segment_frames, self.vae.frames_step, self.vae
@@ -197,7 +197,7 @@ class Encoding:
             if num_frames != lower:
                 fps, lengths = self.settings.fps_exact, dict.fromkeys((lower, upper))
                 suggestions = [f"--segment {length}f ({float((length - 1) / fps):g}s)" for length in lengths]
-                per_chunk = [str(15 * fps // (length - 1)) for length in lengths]
+                per_chunk = dict.fromkeys(str(15 * fps // (length - 1)) for length in lengths)
                 raise UserError(
                     f"{vae.kind} encodes segments of {step}k + 1 frames, but --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
@@ -211,7 +211,7 @@ class Encoding:
                     hint=f"use --segment {(num_entries - 1) * vae.temporal_factor + 1}f or less",
                 )
         if self.settings.tiling and not self.vae.row.can_tile:
-            raise UserError(f"{self.vae.kind} does not encode in tiles", hint="omit --tiling, or use a smaller --size")
+            raise UserError(f"{self.vae.kind} does not support tiling", hint="omit --tiling, or use a smaller --size")
         if self.settings.posterior == "sample" and not self.vae.row.has_posterior:
             raise UserError(
                 f"{self.vae.kind} has no posterior to sample: it is deterministic", hint="omit --posterior sample"

@@ -144,10 +144,10 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     if trial is None:
         return ["         the duration is unknown: the model or the chunks cannot be read here"]
     noun = "GPU" if trial.device == "cuda" else "core"
-    where = f"{count_noun(trial.num_workers, noun)} of this machine"
+    hardware = f"{count_noun(trial.num_workers, noun)} of this machine"
     hours = range_text(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
-    lines = [f"         at most {hours} on the {where} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
+    lines = [f"         at most {hours} on the {hardware} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
     if trial.segment_bytes is not None:
         memory = "GPU memory" if trial.device == "cuda" else "memory"
         lines.append(
@@ -253,13 +253,13 @@ def estimate(plan: ChunksPlan) -> Addition:
 
 
 def omission_lines(plan: ChunksPlan) -> list[str]:
-    """Describe the video of a plan that is outside of all segments; return [] if every frame is in a segment."""
+    """Describe the parts of a plan's videos that are outside of all segments; return [] if there are none."""
     encoding = Encoding.from_recipe(plan.recipe)
     return _omission_texts(measure_coverage(plan.chunk_shards.values(), encoding), encoding.settings)
 
 
 def _omission_texts(coverage: Coverage, settings: LatentsSettings) -> list[str]:
-    """Describe the video that is outside of all segments; return [] if every frame is in a segment."""
+    """Describe the parts of videos that are outside of all segments; return [] if there are none."""
     texts = []
     if coverage.omitted_s:
         texts.append(
@@ -272,7 +272,7 @@ def _omission_texts(coverage: Coverage, settings: LatentsSettings) -> list[str]:
 
 
 def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Addition:
-    """Describe the VAE of a run, and the video of the complete plan that is outside of all segments."""
+    """Describe the VAE of a run, and the parts of all planned videos that are outside of all segments."""
     encoding = Encoding.from_recipe(plan.recipe)
     coverage = measure_coverage(plan.chunk_shards.values(), encoding)
     omitted = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}

@@ -59,15 +59,16 @@ class Encoder:
         pictures = torch.from_numpy(crops).flatten(0, -4).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
             # Resize on the CPU, because CUDA cannot resize uint8. If pictures were resized in float32, a quarter of the
-            # bytes would differ, which changes the latents more than half precision does.
+            # bytes would differ, and this would change the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Return the normalised latents of the N pictures, uint8 [3, H, W], or segments, [F, 3, H, W], in all parts.
+        """Return the normalised latents of all parts: N pictures, uint8 [3, H, W], or segments, uint8 [F, 3, H, W].
 
         Args:
-            noise: Standard normal noise for sampling the posterior, with the shape of the result; None for its mean.
+            noise: Standard normal noise for sampling the posterior, with the shape of the result; None to use the mean
+                of the posterior.
 
         Returns:
             Latents [N, C, h, w] or [N, C, T', h, w].
@@ -120,7 +121,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     Raises:
         UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # If xformers is installed, diffusers imports it. The VAE does not use xformers, so hide its warnings.
+    # If xformers is installed, diffusers imports it. The VAE does not use xformers, so hide the warnings of xformers.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import diffusers
@@ -150,7 +151,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
 
 
 def tiny_vae() -> Any:
-    """Return the small VAE with seeded random weights. NumPy draws the weights, so they are equal on every machine."""
+    """Return the small VAE with seeded random weights. NumPy draws them, so they are the same on every machine."""
     import torch
     from diffusers import AutoencoderKL
 

@@ -1,4 +1,4 @@
-"""Supported VAE classes. Functions that find the files of a VAE, hash its weights, and read its configuration.
+"""Supported VAE classes, and functions that find the files of a VAE, hash its weights, and read its configuration.
 
 The defaults of the classes equal the defaults in diffusers, because configurations on the Hugging Face Hub lack entries
 that were added later. Downsampling factors include patching. This module does not import torch.
@@ -26,9 +26,10 @@ class VaeClass:
     Attributes:
         channels: Name of the configuration entry with the number of latent channels, and the default number.
         spatial: Function that takes the configuration and returns the downsampling factor of width and height.
-        temporal: Function that takes the configuration and returns the downsampling factor of all frames but the first;
-            None for an image VAE, which encodes frame by frame.
-        frames_step: Segments have k x frames_step + 1 frames; None if the step is the temporal factor.
+        temporal: Function that takes the configuration and returns the temporal downsampling factor, which applies to
+            all frames but the first; None for an image VAE, which encodes frame by frame.
+        frames_step: Step of the segment lengths, which are k x frames_step + 1 frames; None if the step is the temporal
+            factor.
         in_channels: Function that takes the configuration and returns the number of input channels of the encoder for
             RGB pictures.
         scaling_factor: Default of the configuration entry `scaling_factor`.
@@ -286,7 +287,7 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
         scaling_factor = float(config.get("scaling_factor", row.scaling_factor))
         shift_factor = None if shift is None else float(shift)
         if not (0 < scaling_factor < math.inf and math.isfinite(shift_factor or 0)):
-            raise ValueError(f"its scaling_factor is {scaling_factor:g}, its shift_factor {shift_factor}")
+            raise ValueError(f"its scaling_factor is {scaling_factor:g} and its shift_factor is {shift_factor}")
         num_channels = int(config.get(entry, default))
         mean, std = _statistics(row, config, directory, num_channels=num_channels)
         return Vae(
@@ -329,7 +330,8 @@ def _statistics(
     mean, std = tuple(map(float, mean)), tuple(map(float, std))
     if len(mean) != len(std) or len(mean) % num_channels or not all(map(math.isfinite, mean)):
         raise ValueError(
-            f"its latents_mean has {len(mean)} values and its latents_std {len(std)}, for {num_channels} channels"
+            f"latents_mean contains {len(mean)} values and latents_std {len(std)} values, but there are {num_channels}"
+            " channels"
         )
     if not all(0 < value < math.inf for value in std):
         raise ValueError("its latents_std is not positive")

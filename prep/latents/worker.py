@@ -35,7 +35,7 @@ from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
-_ITEM_BYTES = 2  # size of a number in both data types; the npy header takes one block (clipmill.shards.npy)
+_ITEM_BYTES = 2  # size of a value in both data types; the npy header takes one block (clipmill.shards.npy)
 _STORED_DTYPES = {"float16": "<f2", "bfloat16": "<u2"}
 
 
@@ -46,8 +46,8 @@ class EncoderOptions:
     Attributes:
         device: Device of the model.
         batch: Batch size of the model in frames; a video VAE encodes at least one segment.
-        num_threads: Number of threads of the model, and of chunks decoded in parallel; None for the number that the
-            engine has assigned to the worker.
+        num_threads: Number of model threads, and number of chunks to decode in parallel; None for the number of threads
+            that the engine has assigned to the worker.
     """
 
     device: Device
@@ -74,9 +74,9 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
             # Draw the noise for each frame or segment separately, so that it does not depend on the batch.
             unit = "segment" if encoding.is_video else "frame"
             draws = [
-                generator(settings.seed, part.chunk.content, f"{unit} {number}")
+                generator(settings.seed, part.chunk.content, f"{unit} {index}")
                 for part in parts
-                for number in range(part.first, part.first + len(part.pictures))
+                for index in range(part.first, part.first + len(part.pictures))
             ]
             noise = np.stack([draw.standard_normal(encoding.unit_shape, dtype=np.float32) for draw in draws])
         return encoder.encode([part.pictures for part in parts], noise=noise)
@@ -121,14 +121,14 @@ def latents_sample(chunk: Chunk, stored: NDArray[np.generic], *, encoding: Encod
 def round_to_dtype(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
     """Round latents to the nearest value of the stored data type, with ties to even.
 
-    Values out of range become infinite, which `is_finite` detects.
+    Out-of-range values become infinite; `is_finite` detects them.
     """
     if dtype == "float16":
         with np.errstate(over="ignore", invalid="ignore"):
             return latents.astype(np.float16)
     bits = np.ascontiguousarray(latents).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Set NaN explicitly: rounding its bits could turn it into infinity, or overflow.
+    # Set NaN explicitly, because rounding its bits could overflow or produce infinity.
     return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 

@@ -16,11 +16,11 @@ squares. All other flow is object motion. Without texture, flow cannot be observ
 assumed to follow the camera. If texture covers too little of the picture to distinguish a moving camera from a moving
 object, the camera is assumed to be still.
 
-Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. It receives all
-samples. If two samples differ by less than `REFINE_FRACTION` of the threshold, it receives no frames between them.
-Otherwise, it receives every frame between them, so that a cut is found at its exact frame. The method misses a short
-shot between two samples that look alike, and a cut between two samples that differ too little, although consecutive
-frames differ enough.
+Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. The detector
+receives all samples. If two samples differ by less than `REFINE_FRACTION` of the threshold, it receives no frames
+between them. Otherwise, it receives every frame between them, so that a cut is found at its exact frame. The method
+misses a short shot between two samples that look alike, and a cut between two samples that differ too little, although
+consecutive frames differ enough.
 
 Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the frequency bands of
 speech. Tones and noise may be loud in these bands too, but the loudness of speech changes with every syllable, about
@@ -211,7 +211,9 @@ def _mean_length(flow: Flow) -> float:
     return float(_lengths(flow).mean(dtype=np.float64))
 
 
-REFINE_FRACTION = 0.5  # fraction of the threshold from which the frames between two samples are analysed
+REFINE_FRACTION = (
+    0.5  # minimum difference of two samples, as a fraction of the threshold, to analyse all frames between
+)
 MIN_SHOT_FRAMES = 15  # PySceneDetect's default; cuts that are closer together are merged
 _DETECTOR_FPS = 30.0  # the value has no effect, because the detector counts frames
 Picture = NDArray[np.uint8]  # [H, W, 3], BGR
@@ -305,7 +307,8 @@ def frozen_frames(
 
     As in ffmpeg's freezedetect, a freeze lasts as long as frames look like its first frame, so a slow change ends the
     freeze. Unlike in freezedetect, a change in a single block also ends a freeze, because a small object may move.
-    Compression changes all blocks after a key frame, so frames are also compared with the first frame after it.
+    Compression changes all blocks after a key frame, so frames are also compared with the first frame after the last
+    key frame.
 
     Args:
         summaries: Summaries of frames, in ascending order of index.
@@ -317,18 +320,18 @@ def frozen_frames(
     lumas = [summary.luma for summary in summaries]
     # `begin` is the first summary of the freeze; `first` is the first summary of its last group between key frames.
     num_frozen, begin, first = 0.0, 0, 0
-    for number in range(1, len(summaries) + 1):
-        if number < len(summaries):
-            is_same_group = groups[number] == groups[first]
-            if (not is_same_group or _is_still(lumas[first], lumas[number])) and (
-                groups[number] == groups[begin] or _is_still(lumas[begin], lumas[number], has_key_frame=True)
+    for index in range(1, len(summaries) + 1):
+        if index < len(summaries):
+            is_same_group = groups[index] == groups[first]
+            if (not is_same_group or _is_still(lumas[first], lumas[index])) and (
+                groups[index] == groups[begin] or _is_still(lumas[begin], lumas[index], has_key_frame=True)
             ):
-                first = first if is_same_group else number
+                first = first if is_same_group else index
                 continue
-        length = float(boundaries[number] - boundaries[begin])
-        if number - begin > 1 and length >= min(min_frames, num_frames):
+        length = float(boundaries[index] - boundaries[begin])
+        if index - begin > 1 and length >= min(min_frames, num_frames):
             num_frozen += length
-        begin = first = number
+        begin = first = index
     return num_frozen
 
 
@@ -400,7 +403,7 @@ def find_active_area(lines: Sequence[LineMeans]) -> ActiveArea | None:
 
 
 def phash(rgb: NDArray[np.uint8]) -> int:
-    """Return the 64-bit perceptual hash of a picture, equal to ImageHash's `phash`. The first bit is the highest.
+    """Return the 64-bit perceptual hash of a picture, equal to ImageHash's `phash`, most significant bit first.
 
     Each bit is set if one of the lowest 8 x 8 frequencies of the cosine transform of the 32 x 32 luma exceeds their
     median. Grey conversion and the Lanczos filter use the integer arithmetic of Pillow, so hashes are bit-identical.
@@ -460,8 +463,8 @@ def is_speech(samples: NDArray[np.int16]) -> NDArray[np.bool_]:
     power = (windows.astype(np.float64) ** 2).mean(axis=1) / 2.0**30
     loudness_db = 10 * np.log10(np.maximum(power, 10 ** (_FLOOR_DB / 10)))
     # Compute the standard deviation of the loudness around each window.
-    number = np.arange(len(loudness_db))
-    begin, end = np.maximum(number - _NUM_CONTEXT, 0), np.minimum(number + _NUM_CONTEXT + 1, len(loudness_db))
+    index = np.arange(len(loudness_db))
+    begin, end = np.maximum(index - _NUM_CONTEXT, 0), np.minimum(index + _NUM_CONTEXT + 1, len(loudness_db))
     sums, squares = (np.concatenate([[0.0], np.cumsum(terms)]) for terms in (loudness_db, loudness_db**2))
     mean = (sums[end] - sums[begin]) / (end - begin)
     deviation_db = np.sqrt(np.maximum((squares[end] - squares[begin]) / (end - begin) - mean**2, 0.0))

@@ -35,7 +35,7 @@ from clipmill.shards.where import parse_where
 
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
-NUM_SELECTED = 12  # number of pictures of chunks that a selection keeps, and of chunks that it drops
+NUM_SELECTED = 12  # maximum number of kept chunks, and of dropped chunks, whose pictures are shown
 NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown; they are the chunks with the most cuts
 NUM_CUT_PICTURES = 6  # maximum number of pictures of cuts per chunk
 SECTIONS = tuple(score for score in SCORES if score.title)
@@ -82,11 +82,11 @@ class Chunks:
         *,
         on_picture: Callable[[int, int], None],
     ) -> dict[tuple[int, float | None], Thumbnail]:
-        """Return pictures of chunks by (row, time in the chunk in seconds); the time of a middle frame is None.
+        """Return pictures of chunks, keyed by (row, time in the chunk in seconds). The time of a middle frame is None.
 
         Args:
             middles: Rows whose middle frame is shown.
-            moments_s: Row -> times of additional frames in seconds.
+            moments_s: Times of additional frames in seconds, keyed by row.
             on_picture: Function that is called with (number of chunks done, total number of chunks).
         """
         pictures: dict[tuple[int, float | None], Thumbnail] = {}
@@ -98,13 +98,12 @@ class Chunks:
         return pictures
 
     def _decode_chunk(self, row: int, moments: Sequence[float | None]) -> dict[float | None, Thumbnail]:
-        """Decode a chunk once, and return its pictures, or the reason why they are missing."""
+        """Decode a chunk once and return its pictures, or the reason why they are missing, keyed by time."""
         location = self._find(row)
         if location is None:
             return dict.fromkeys(moments, Thumbnail(None, problem="not in the video column, or damaged"))
-        shard, number = location
-        index, fps = shard.index, frame_rate(shard.index, number)
-        last = index["num_frames"][number].as_py() - 1
+        shard, index_row = location
+        fps, last = frame_rate(shard.index, index_row), shard.index["num_frames"][index_row].as_py() - 1
         moment_frames = {
             moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps))
             for moment in moments
@@ -112,7 +111,7 @@ class Chunks:
         frames = sorted(set(moment_frames.values()))
         pictures: dict[int, Thumbnail] = {}
         try:
-            for frame, picture in zip(frames, read_chunk(shard, number).frames(frames), strict=True):
+            for frame, picture in zip(frames, read_chunk(shard, index_row).frames(frames), strict=True):
                 width = max(2, round(picture.width * _HEIGHT_PX / picture.height))
                 small = picture.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA")
                 _, encoded = cv2.imencode(".jpg", small.to_ndarray(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
@@ -126,7 +125,7 @@ class Chunks:
         if row not in self._locations:
             key = key_of_row(self.table, row)
             locations = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
-            self._locations[row] = next(((shard, number) for shard, number in locations if number >= 0), None)
+            self._locations[row] = next((location for location in locations if location[1] >= 0), None)
         return self._locations[row]
 
 
@@ -197,7 +196,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
         return Report(f"{html}: {count_noun(num_chunks, 'chunk')}", {"html": html, "num_chunks": num_chunks})
     num_kept = selection.num_kept
     message = f"--where keeps {num_kept:,} of {count_noun(num_chunks, 'chunk')}"
-    message += "" if num_kept else "; see the distributions on the page for values that occur"
+    message += "" if num_kept else "; the distributions on the page show which values occur"
     return Report(f"{html}: {message}", {"html": html, "num_chunks": num_chunks, "num_kept": num_kept})
 
 
@@ -273,9 +272,9 @@ def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
-    """Return (name, row) of the chunks with the lowest and highest value, and with the quartiles.
+    """Return (name, row) of the chunks with the lowest and highest values, and with the quartiles.
 
-    A chunk is returned only once, so few chunks have fewer landmarks.
+    Each chunk is returned only once, so there may be fewer landmarks if there are few chunks.
 
     Args:
         values: Value of each chunk, float64 [chunks]; NaN if unknown.

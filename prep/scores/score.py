@@ -58,9 +58,9 @@ class _FirstPass:
     """Results of the first pass over the frames of a chunk.
 
     Attributes:
-        summaries: Summaries of all decoded frames, by frame index.
-        pictures: Pictures of the samples, by frame index.
-        sharp_lumas: Full-resolution luma of the samples for the sharpness.
+        summaries: Summaries of all decoded frames, keyed by frame index.
+        pictures: Pictures of the samples, keyed by frame index.
+        sharp_lumas: Full-resolution luma of the samples from which the sharpness is computed.
         lines: Line means of all samples that are not black.
         phash: Perceptual hash of the middle frame.
         size: Height and width of the frames.
@@ -75,7 +75,7 @@ class _FirstPass:
 
 
 def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
-    """Compute the scores of a chunk (clipmill.shards.score_fields.SCORES); return their values by name.
+    """Compute the scores of a chunk (clipmill.shards.score_fields.SCORES); return their values, keyed by name.
 
     Numbers are rounded to six decimals. Unknown values are None.
 
@@ -101,7 +101,7 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
     cuts = find_cuts(sorted(pictures.items()), threshold=cut_threshold)
     area = find_active_area(first_pass.lines) if first_pass.lines else None
     motion = _mean_motion(first_pass, choice, cuts=cuts, area=area, fps=chunk.fps)
-    # Summaries are denser in the second pass, so weight each by the number of frames that it represents.
+    # The second pass makes summaries denser in places, so weight each by the number of frames that it represents.
     sorted_summaries = [summary for _, summary in sorted(summaries.items())]
     weights = frames_per_summary(sorted_summaries, num_frames=chunk.num_frames)
     is_black = np.array([summary.is_black for summary in sorted_summaries])
@@ -143,22 +143,22 @@ def score_chunk(chunk: ChunkContent, *, cut_threshold: float) -> dict[str, Any]:
 
 
 def _run_first_pass(chunk: ChunkContent, choice: FrameChoice, colours: VideoReformatter) -> _FirstPass:
-    """Decode the chosen frames, and keep only the data that the measures need, because frames are large."""
+    """Decode the chosen frames and keep only the data that the measures need, because frames are large."""
     samples = set(choice.samples)
-    sharp_numbers = np.linspace(0, len(choice.samples) - 1, min(NUM_SHARP, len(choice.samples))).round().astype(int)
-    sharp_frames = {choice.samples[number] for number in sharp_numbers.tolist()}
+    sharp_indices = np.linspace(0, len(choice.samples) - 1, min(NUM_SHARP, len(choice.samples))).round().astype(int)
+    sharp_frames = {choice.samples[index] for index in sharp_indices.tolist()}
     summaries, pictures, sharp_lumas, lines, middle_hash, size = {}, {}, [], [], 0, (0, 0)
-    for number, frame in zip(choice.all_frames, chunk.frames(choice.all_frames), strict=True):
+    for index, frame in zip(choice.all_frames, chunk.frames(choice.all_frames), strict=True):
         luma = full_luma(frame)
-        summaries[number] = summary = FrameSummary.from_luma(number, luma)
+        summaries[index] = summary = FrameSummary.from_luma(index, luma)
         size = luma.shape[0], luma.shape[1]
-        if number in samples:
-            pictures[number] = _picture(frame, colours)
+        if index in samples:
+            pictures[index] = _picture(frame, colours)
             if not summary.is_black:
                 lines.append(LineMeans.from_luma(luma))
-        if number in sharp_frames:
+        if index in sharp_frames:
             sharp_lumas.append(luma)
-        if number == choice.middle:
+        if index == choice.middle:
             middle_hash = phash(np.asarray(frame.to_ndarray(format="rgb24", threads=1), np.uint8))
     return _FirstPass(summaries, pictures, sharp_lumas, lines, middle_hash, size)
 
@@ -170,7 +170,7 @@ def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
 def _mean_motion(
     first_pass: _FirstPass, choice: FrameChoice, *, cuts: list[int], area: ActiveArea | None, fps: Fraction
 ) -> Motion | None:
-    """Return the mean motion of all pairs of frames without a cut, in frame heights per second; None without pairs."""
+    """Return the mean motion of the pairs without a cut, in frame heights per second; None if there are no pairs."""
     motions = []
     for first, second in choice.pairs:
         if any(first < cut <= second for cut in cuts):
@@ -182,7 +182,7 @@ def _mean_motion(
             lumas = [np.ascontiguousarray(luma[slices]) for luma in lumas]
         flow = optical_flow(*lumas)
         if flow is not None:
-            # Average over the complete picture, in which bars do not move.
+            # Average over the complete picture, including the bars, which do not move.
             fraction = lumas[0].size / first_pass.summaries[first].luma.size
             factor = fraction * float(fps) / (second - first) / height
             motions.append([value * factor for value in astuple(split_motion(flow, texture_mask(lumas[0])))])
@@ -190,7 +190,7 @@ def _mean_motion(
 
 
 def scores_sample(chunk: Chunk, *, cut_threshold: float) -> Sample:
-    """Score a chunk, and return its sample.
+    """Score a chunk and return its sample.
 
     Raises:
         SourceFailure: The chunk is damaged or cannot be decoded, or a value is not finite.

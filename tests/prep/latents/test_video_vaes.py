@@ -217,7 +217,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
 
     message = refusal_of("--segment", "60f", "--fps", "16")
     assert "AutoencoderKLWan encodes segments of 4k + 1 frames, but --segment 60f at 16 fps has 60 frames" in message
-    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 or 4 segments" in message
+    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 segments" in message
     assert "has 4 frames" in refusal_of("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in refusal_of("--segment", "1f")
     assert "or 81f for frames" in refusal_of("--segment", "0f")
@@ -260,7 +260,7 @@ def test_what_a_class_does_not_do_is_refused(shard_set: ShardSet, wan: Path, tmp
     chunks = video(shard_set.data)
     for settings, words in (
         ({"posterior": "sample"}, "no posterior to sample"),
-        ({"tiling": True}, "does not encode in tiles"),
+        ({"tiling": True}, "does not support tiling"),
         ({"segment": "25f"}, "has statistics for 3 latent frames"),
     ):
         with pytest.raises(UserError, match=words):

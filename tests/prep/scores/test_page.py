@@ -43,7 +43,7 @@ def test_the_page_shows_what_an_expression_keeps_and_drops(prep: Prep, clips: Pa
     kept, dropped = selected.split('<h3 class="dropped">')
     assert (kept.count("<article>"), dropped.count("<article>")) == (6, 9)
     assert "shots_000000000" in dropped and "grey_000000000" in kept
-    nothing = "--where keeps 0 of 15 chunks; see the distributions on the page for values that occur"
+    nothing = "--where keeps 0 of 15 chunks; the distributions on the page show which values occur"
     none = page_of(prep, clips, tmp_path / "none.html", "--where", "motion > 1000", message=nothing)
     assert "keeps 0 of 15 chunks (0.0 %), and drops 15" in none
 
