@@ -211,9 +211,7 @@ def _mean_length(flow: Flow) -> float:
     return float(_lengths(flow).mean(dtype=np.float64))
 
 
-REFINE_FRACTION = (
-    0.5  # minimum difference of two samples, as a fraction of the threshold, to analyse all frames between
-)
+REFINE_FRACTION = 0.5  # if two samples differ by this fraction of the threshold, all frames between them are analysed
 MIN_SHOT_FRAMES = 15  # PySceneDetect's default; cuts that are closer together are merged
 _DETECTOR_FPS = 30.0  # the value has no effect, because the detector counts frames
 Picture = NDArray[np.uint8]  # [H, W, 3], BGR
