@@ -18,7 +18,7 @@ def test_a_key_that_no_header_takes_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OPENAI_API_KEY", key)
     server = ("--endpoint", "http://localhost:1/v1", "--model", MODEL)
     ran = prep_here("captions", *server, "--data", tmp_path, status=2)
-    assert ran.error.startswith("OPENAI_API_KEY contains a line feed, or another") and "hidden" not in ran.stderr
+    assert ran.error.startswith("OPENAI_API_KEY contains a line feed or another") and "hidden" not in ran.stderr
     assert not any(tmp_path.iterdir())
 
 

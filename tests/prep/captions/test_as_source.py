@@ -51,7 +51,7 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
         server.script = lambda request, number: completion(f"other {number}", request)
         make(data, server, "--prompt", "Other")
         status = prep_here("status", "--data", data, status=None).stdout
-        assert f"{name}" in status and "the current variant of captions is" in status
+        assert f"{name}" in status and 'the current variant of the column "captions" is' in status
         assert (
             "5 captions (5 new)"
             in prep_here("manifest", "captions", variant_of(data).directory / table.name, "--data", data).stdout
