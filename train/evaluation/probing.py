@@ -24,7 +24,7 @@ from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.features import ClipFeatures, Tower, extract, gather_features, tower_of
 from clipmill.train.evaluation.probe import METHOD_TITLES, ProbeFlags
 from clipmill.train.evaluation.probe_classifiers import LabelledFeatures, probe
-from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, sample_stride, split_metrics
 from clipmill.train.evaluation.tables import majority_baseline
 from clipmill.train.run.tracking import count_batches
 
@@ -117,7 +117,7 @@ def open_sets(
     bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
     queries = _open_labelled(settings, split=evaluation.split, classes=classes, world=world, device=device)
     strides = [
-        1 if uses_all else every_for(len(samples), at_most=limit)
+        1 if uses_all else sample_stride(len(samples), at_most=limit)
         for samples, limit in ((queries, evaluation.max_samples), (bank, evaluation.max_bank))
     ]
     sets = ProbeSets(classes, queries, bank, *strides)

@@ -296,7 +296,7 @@ def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int =
     return {f"{split}/{name}": value for name, value in named_metrics.items()}
 
 
-def every_for(num_samples: int, *, at_most: int) -> int:
+def sample_stride(num_samples: int, *, at_most: int) -> int:
     """Return the smallest k such that every k-th sample amounts to no more than `at_most` samples."""
     return -(-num_samples // at_most)
 

@@ -376,7 +376,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     grads_RE = zip(*(grad_bE.split(sizes) for grad_bE in grads_bE), strict=True)
     # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
     has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
-    options = {"only_trained": True} if has_frozen_tower else {}
+    options = {"skips_frozen": True} if has_frozen_tower else {}
     for number, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
         with step.synced(number == len(microbatches) - 1), step.seed_generators(number):
             _backpropagate(embed(microbatch, **options), grads, step)

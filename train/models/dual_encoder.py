@@ -207,19 +207,19 @@ class DualEncoder(nn.Module):
         text: Tensor,
         lengths_B: NDArray[np.int64] | None = None,
         *,
-        only_trained: bool = False,
+        skips_frozen: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return unit-length embeddings of clips and captions, each [B, E].
 
         Args:
             video_BCTHW: Normalised clips.
             text, lengths_B: See `embed_text`.
-            only_trained: True to skip frozen towers, whose embeddings are then empty.
+            skips_frozen: True to skip frozen towers, whose embeddings are then empty.
         """
         # Embed captions first: if their lengths must be read from the device, there is no earlier work to wait for.
         empty = video_BCTHW.new_empty(0)
-        text_BE = empty if only_trained and _is_frozen(self.text) else self.embed_text(text, lengths_B)
-        return empty if only_trained and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
+        text_BE = empty if skips_frozen and _is_frozen(self.text) else self.embed_text(text, lengths_B)
+        return empty if skips_frozen and _is_frozen(self.video) else self.embed_video(video_BCTHW), text_BE
 
     @cached_property
     def tokenize(self) -> Tokenize:

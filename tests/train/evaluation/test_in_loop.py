@@ -10,7 +10,7 @@ import torch
 
 from clipmill.manifests.errors import UserError
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.runner import every_for
+from clipmill.train.evaluation.runner import sample_stride
 from clipmill.train.models.attention import open_attention
 from clipmill.train.tasks.dual_encoder.protocols import embed_all
 from clipmill.train.tasks.dual_encoder.spec import DualEncoderEvaluation, DualEncoderSettings
@@ -100,7 +100,7 @@ def test_samples_are_spread_over_the_split(data_dir: Path, model: torch.nn.Modul
     ranks = [task.samples("train", World(rank=rank, size=2)).evaluation_batches(every=2) for rank in range(2)]
     parts = [embed_all(task, model, batches, device=CPU).samples.tolist() for batches in ranks]
     assert parts == [[0, 4, 8], [2, 6]]
-    assert [every_for(9, at_most=most) for most in (2, 4, 8, 9, 100)] == [5, 3, 2, 1, 1]
+    assert [sample_stride(9, at_most=most) for most in (2, 4, 8, 9, 100)] == [5, 3, 2, 1, 1]
 
 
 def test_several_looks_at_a_clip_are_other_frames_of_it(data_dir: Path, model: torch.nn.Module) -> None:

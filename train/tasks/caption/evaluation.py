@@ -20,7 +20,7 @@ from clipmill.train.data.chunks import ClipReader
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, Player, SampleClip, ShownClip, clip_figure, open_player
-from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, sample_stride
 from clipmill.train.run.folder import COCO_SUFFIX
 from clipmill.train.run.tracking import count_batches
 from clipmill.train.tasks.caption.java import Meteor, check_jars
@@ -75,7 +75,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     settings, trained, task, split = opened.settings, opened.trained, opened.task, flags.split
     decoding_settings = task.decoding(flags.decoding)
     samples = task.samples(split, World())
-    every = every_for(len(samples), at_most=flags.max_samples)
+    every = sample_stride(len(samples), at_most=flags.max_samples)
     with trained.precision.autocast():
         generated = captions_of(
             trained.fill(task.build_model(samples)),
@@ -199,7 +199,7 @@ def _constant_baseline(
     except UserError as error:
         rule = f"{CONSTANT_RULE}; chosen from the references, because split {split!r} cannot be read: {error}"
         return best_constant(references), rule
-    every = every_for(len(training_set), at_most=_MAX_CONSTANT_CLIPS)
+    every = sample_stride(len(training_set), at_most=_MAX_CONSTANT_CLIPS)
     captions = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
     clips = count_noun(len(captions), "clip")
     rule = f"{CONSTANT_RULE}; chosen from the captions of {clips}, spread evenly over split {split!r}"
@@ -284,7 +284,7 @@ class ScoredCaptions:
 
         At most 2,000 clips have images. The clips with the lowest and the highest CIDEr-D can be played.
         """
-        every = every_for(len(self.names), at_most=_MAX_WITH_IMAGES)
+        every = sample_stride(len(self.names), at_most=_MAX_WITH_IMAGES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
         playable = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):

@@ -35,7 +35,7 @@ from clipmill.train.distributed.pipeline import LayerCost, Pipeline, PipelineBat
 from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.task import ClipTask
 from clipmill.train.evaluation.identity import normalisation_of
-from clipmill.train.evaluation.runner import every_for, split_metrics
+from clipmill.train.evaluation.runner import sample_stride, split_metrics
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import generate_captions
@@ -248,7 +248,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         self, model: nn.Module, samples: "Samples[ClipReader]", world: World
     ) -> tuple[dict[str, float], list[float]]:
         evaluation = self._settings.evaluate
-        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=evaluation.max_samples))
+        batches = samples.evaluation_batches(every=sample_stride(len(samples), at_most=evaluation.max_samples))
         generated = captions_of(
             complete_captioner(model, stages=world.stages, device=self._device),
             broadcast_batches(batches, world.stages),

@@ -30,7 +30,7 @@ from clipmill.train.device.random import Positions, draw_uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
 from clipmill.train.engine.task import UNUSED_PARTS, ClipTask, drop_parts
-from clipmill.train.evaluation.runner import every_for, split_metrics
+from clipmill.train.evaluation.runner import sample_stride, split_metrics
 from clipmill.train.losses.objective import Objective, backward_microbatches
 from clipmill.train.models.attention import Attend
 from clipmill.train.models.library_towers import LibraryImage, image_tower
@@ -267,7 +267,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         evaluation = self._settings.evaluate
         metrics: dict[str, float] = {}
         for name, samples in self._evaluation_samples.items():
-            every = every_for(len(samples), at_most=evaluation.max_samples)
+            every = sample_stride(len(samples), at_most=evaluation.max_samples)
             result = self.score(model, samples, world, views=_views(evaluation), every=every)
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
         return metrics

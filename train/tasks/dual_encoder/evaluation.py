@@ -31,7 +31,7 @@ from clipmill.train.data.loader import TrainingSet
 from clipmill.train.data.relevancy import Relevancy
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.player import PicturedSamples, Player, clip_figure, open_player
-from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, sample_stride, split_metrics
 from clipmill.train.models.dual_encoder import DualEncoder
 from clipmill.train.models.text import CONTEXT_LENGTH
 from clipmill.train.run.tracking import count_batches
@@ -300,7 +300,7 @@ class LoopEvaluation:
                 f"{kind_of(settings.folder, settings).noun} cannot be evaluated while they are trained on",
                 hint="pass a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
-        self._every = every_for(samples.num_samples, at_most=evaluation.max_samples)
+        self._every = sample_stride(samples.num_samples, at_most=evaluation.max_samples)
         if self._every > 1 and evaluation.protocol in NAMED:
             raise UserError(
                 f"--evaluate.max-samples is {evaluation.max_samples}, but {evaluation.protocol} needs all "

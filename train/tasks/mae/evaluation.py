@@ -30,7 +30,7 @@ from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch
 from clipmill.train.data.samples import Samples
 from clipmill.train.distributed.world import World
-from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
+from clipmill.train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, sample_stride
 from clipmill.train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
 from clipmill.train.models.videomae import predicted_cubes
 from clipmill.train.run.folder import RunFolder
@@ -298,7 +298,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
     settings, trained, task = opened.settings, opened.trained, opened.task
     samples = task.samples(flags.split, World())
     model = trained.fill(task.build_model(samples))
-    every = every_for(len(samples), at_most=flags.max_samples)
+    every = sample_stride(len(samples), at_most=flags.max_samples)
     clips: MaskedClips = task.masked_clips(samples)
     grid = clips.masking.grid
     num_masked = num_masked_patches(settings.mask_ratio, num_patches=grid.patches)

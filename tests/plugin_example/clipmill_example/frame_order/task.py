@@ -18,7 +18,7 @@ from clipmill.train.data.samples import Samples
 from clipmill.train.device.random import draw_uniform
 from clipmill.train.device.transfer import Scalar
 from clipmill.train.distributed.world import Step, World
-from clipmill.train.evaluation.runner import OpenedRun, Score, every_for
+from clipmill.train.evaluation.runner import OpenedRun, Score, sample_stride
 from clipmill.train.losses.objective import Objective
 from clipmill.train.models.attention import AttentionBackend
 from clipmill.train.models.dual_encoder import size_of
@@ -123,7 +123,7 @@ class FrameOrderTask:
         metrics: dict[str, float] = {}
         for data in flags.evaluated_data():
             samples = self.samples(data.split, world, shards=data.shards)
-            right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=flags.max_samples))
+            right, count, _ = self.score(model, samples, every=sample_stride(len(samples), at_most=flags.max_samples))
             counts = world.sum(torch.tensor([right, count]))
             metrics[f"{data.name}/accuracy"] = float(counts[0] / counts[1])
         return metrics
@@ -162,7 +162,7 @@ def score_run(opened: OpenedRun, flags: FrameOrderFlags) -> Score:
     """Return the accuracy of a run's latest checkpoint on a split."""
     samples = opened.task.samples(flags.split, World())
     model = opened.trained.fill(opened.task.build_model(samples))
-    every = every_for(len(samples), at_most=flags.max_samples)
+    every = sample_stride(len(samples), at_most=flags.max_samples)
     right, count, failed = opened.task.score(model, samples, every=every)
     return Score(
         name=f"frame-order-{flags.split}",
