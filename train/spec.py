@@ -95,7 +95,7 @@ class ExportRequest:
         weights: Tensors of the task's model, keyed by name.
         shape: Dimensions of the model.
         logits: Scale and bias that turn cosines into logits.
-        form: Name of the format.
+        format_name: Name of the format.
         frame_embedding: Temporal embedding of a single image: the mean over all frames, or zero. Only dual encoders
             use it.
     """
@@ -106,7 +106,7 @@ class ExportRequest:
     weights: dict[str, torch.Tensor]
     shape: ModelShape
     logits: Logits
-    form: str
+    format_name: str
     frame_embedding: Literal["mean", "zero"]
 
 

@@ -111,7 +111,7 @@ def export_run(
         weights=tensors,
         shape=opened.shape,
         logits=opened.logits(),
-        form=form,
+        format_name=form,
         frame_embedding=frame_embedding,
     )
     exported = spec.export(request)

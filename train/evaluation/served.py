@@ -48,11 +48,11 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )
-        onnx = _as_onnx(program, example) if request.form == "onnx" else None
+        onnx = _as_onnx(program, example) if request.format_name == "onnx" else None
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"{request.title} cannot be exported as --format {request.form}: {reason}",
+            f"{request.title} cannot be exported as --format {request.format_name}: {reason}",
             hint="use towers that torch.export can trace, without branches on tensor values and without custom kernels",
             flags=("--format",),
         ) from error
@@ -67,7 +67,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
 
     rows = [f"| {part} {name} | {value} |" for part, group in values.items() for name, value in group.items()]
     table = "\n".join(["| | |", "|---|---|", *rows])
-    usage = f"```python\n{_USE[request.form]}\n```\n\nContents of `{PREPROCESSING_FILE}`:\n\n{table}"
+    usage = f"```python\n{_USE[request.format_name]}\n```\n\nContents of `{PREPROCESSING_FILE}`:\n\n{table}"
     return Export(write=write, usage=usage)
 
 

@@ -79,7 +79,7 @@ class Table:
         protocol: Lines of the protocol, by name.
         headline: Index of the row that represents the table in overviews.
         reference: Reference of the cells, `CHANCE` or `MAJORITY`.
-        means_of: Number and noun of the items over which the metrics are averaged; None for clips.
+        averaged_items: Number and noun of the items over which the metrics are averaged; None for clips.
         cautions: Short descriptions of limitations of the metrics.
     """
 
@@ -89,7 +89,7 @@ class Table:
     protocol: dict[str, str]
     headline: int = 0
     reference: str = CHANCE
-    means_of: tuple[int, str] | None = None
+    averaged_items: tuple[int, str] | None = None
     cautions: tuple[str, ...] = ()
 
     @property
@@ -119,9 +119,9 @@ def table_of(make: Callable[[dict[str, Any]], Table], result: dict[str, Any]) ->
 
     held_out = HeldOut(**result["held_out"]) if "held_out" in result else None
     share = table.rows[table.headline].cells[0].share
-    if held_out is not None and (cautions := held_out.cautions(share, items=table.means_of)):
+    if held_out is not None and (cautions := held_out.cautions(share, items=table.averaged_items)):
         protocol = {"caution": "; ".join(cautions), **table.protocol}
-        table = replace(table, protocol=protocol, cautions=tuple(held_out.cautions(items=table.means_of)))
+        table = replace(table, protocol=protocol, cautions=tuple(held_out.cautions(items=table.averaged_items)))
     if not (incomplete := result.get("incomplete", "")):
         return table
     rows = tuple(replace(row, label=mark_title(row.label)) for row in table.rows)

@@ -45,11 +45,11 @@ class Export:
     usage: str = ""
 
 
-def require_format(form: str, known: Sequence[str], *, what: str) -> None:
+def require_format(format_name: str, known: Sequence[str], *, what: str) -> None:
     """Raise a UserError if a model cannot be exported to the format."""
-    if form not in known:
+    if format_name not in known:
         raise UserError(
-            f"--format {form} cannot store {what}",
+            f"--format {format_name} cannot store {what}",
             hint=f"use --format {' or '.join(known)}",
             flags=("--format",),
         )

@@ -276,7 +276,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
 
 
 def exported_videomae(
-    settings: ClipSettings, weights: Tensors, *, shape: ModelShape, form: str, model: Mapping[str, Any]
+    settings: ClipSettings, weights: Tensors, *, shape: ModelShape, format_name: str, model: Mapping[str, Any]
 ) -> Export:
     """Prepare the export of a model with a videomae tower as VideoMAE's own checkpoint or as a transformers folder.
 
@@ -284,14 +284,14 @@ def exported_videomae(
         settings: Settings of the run.
         weights: Tensors by our name.
         shape: Dimensions of the model.
-        form: Format, videomae or hf.
+        format_name: Name of the format, videomae or hf.
         model: Entries of the VideoMAEConfig that do not concern the encoder.
 
     Raises:
         UserError: The format cannot represent the model.
     """
     trunk = shape.size.video.trunk
-    if form == "videomae":
+    if format_name == "videomae":
         return exported_checkpoint(trunk, settings.init, weights)
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
     if not shape.image_px:

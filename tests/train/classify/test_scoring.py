@@ -118,5 +118,5 @@ def test_ranks_counts_add_up() -> None:
     for rank, part in enumerate(parts):
         part.add(probabilities[rank::2], labels[rank::2])
     whole_tallies = whole.tallies["class"]
-    for name in ("num_right", "num_all"):
+    for name in ("num_right", "num_samples"):
         assert torch.equal(getattr(whole_tallies, name), sum(getattr(part.tallies["class"], name) for part in parts))

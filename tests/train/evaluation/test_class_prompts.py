@@ -41,7 +41,7 @@ def lines(path: Path, *texts: str) -> Path:
 def test_labels_that_are_names_name_the_classes(tmp_path: Path) -> None:
     prompts = open_prompts(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
     assert prompts.names == (("dance",), ("sing",)) and prompts.class_of_N.tolist() == [1, 0, 1, 0]
-    assert prompts.caption_ids.tolist() == [0, 1, 3, 4] and prompts.num_without == 1
+    assert prompts.caption_ids.tolist() == [0, 1, 3, 4] and prompts.num_without_class == 1
     assert prompts.prompts()[0] == ["dance", "sing"]
 
 
@@ -70,7 +70,7 @@ def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
         data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash", "cut", "mix", "pour")
     )
     assert prompts.names == (("take", "pick up"), ("open",), ("wash",), ("cut",), ("mix",), ("pour",))
-    assert prompts.class_of_N.tolist() == [0, 2, 0, 5, 1] and prompts.num_without == 0
+    assert prompts.class_of_N.tolist() == [0, 2, 0, 5, 1] and prompts.num_without_class == 0
     with pytest.raises(UserError, match="names 3 classes, numbered from 0, but the captions have label_verb 5"):
         open_prompts(data_dir, classes=lines(tmp_path / "short.txt", "take", "open", "wash"))
 
@@ -118,17 +118,17 @@ def test_a_comma_makes_no_header_of_a_class(tmp_path: Path) -> None:
 def test_actions_are_named_by_their_captions(tmp_path: Path) -> None:
     labels = {"verb": pa.array([7, 2, 7, 2, None]), "noun": pa.array([0, 1, 0, 1, 0])}
     prompts = open_prompts(data(tmp_path, **labels), label="action")
-    assert prompts.names == (("wash cup",), ("take plate", "grab plate")) and prompts.num_without == 1
+    assert prompts.names == (("wash cup",), ("take plate", "grab plate")) and prompts.num_without_class == 1
 
 
 def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
     data_dir = data(tmp_path)
     prompts = open_prompts(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
-    assert prompts.class_of_N.tolist() == [1, 0, 1, 0] and prompts.num_without == 1
+    assert prompts.class_of_N.tolist() == [1, 0, 1, 0] and prompts.num_without_class == 1
     with pytest.raises(UserError, match="no labels") as caught:
         open_prompts(data_dir)
     assert "--classes" in str(caught.value.hint)
-    with pytest.raises(UserError, match="such as 'take plate' is among 1 class"):
+    with pytest.raises(UserError, match=r"\(such as 'take plate'\) is among the 1 class"):
         open_prompts(data_dir, classes=lines(tmp_path / "d.txt", "sing"))
 
 
@@ -138,8 +138,8 @@ def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
         ("classes", "a\na\n", "'a' twice"),
         ("classes", "a\n|\n", "a line without a name"),
         ("classes", "\n", "a line without a name"),
-        ("templates", "a video\n", "the template 'a video'"),
-        ("templates", "\n", "no template"),
+        ("templates", "a video\n", "template 'a video'"),
+        ("templates", "\n", "contains no templates"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str, what: str) -> None:

@@ -170,5 +170,5 @@ def test_what_the_tars_lack_is_said(
 
 
 def test_class_names_beside_remote_tars_are_not_said_to_be_missing() -> None:
-    with pytest.raises(UserError, match=r"classnames\.txt is not looked for next to the remote tars"):
+    with pytest.raises(UserError, match=r"classnames\.txt cannot be read from the folder of the remote tars"):
         image_classes("http://127.0.0.1:1/test/{0..1}.tar", None)

@@ -118,7 +118,7 @@ def test_what_egomcq_needs_is_said(
 ) -> None:
     assert train("eval", "egomcq", run) == 2
     assert "--questions egomcq.json" in capsys.readouterr().err
-    with pytest.raises(UserError, match="no clips of EgoMCQ"):
+    with pytest.raises(UserError, match="contains no EgoMCQ clips"):
         protocol_captions(data_dir, "egomcq", split="val", sources=None)
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"0": question("what?", 0, ("x", 0, 1), ("y", 0, 1))}))

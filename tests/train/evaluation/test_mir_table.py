@@ -121,7 +121,7 @@ def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path:
 
 def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
     path = save_matrix(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
-    with pytest.raises(UserError, match="in a different order") as caught:
+    with pytest.raises(UserError, match="not in the order of the clips and sentences") as caught:
         open_mir(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 
@@ -145,8 +145,8 @@ def test_what_is_not_of_this_split_is_named(
 @pytest.mark.parametrize(
     ("sentences", "what"),
     [
-        ([*SENTENCES, "peel carrot"], "1 sentence that no caption of split 'test' has; the first: peel carrot"),
-        ([*SENTENCES, "open tap"], "a sentence twice"),
+        ([*SENTENCES, "peel carrot"], "1 sentence missing from the captions of split 'test'; the first: peel carrot"),
+        ([*SENTENCES, "open tap"], "contains a duplicate sentence"),
     ],
 )
 def test_a_sentence_file_of_another_split_is_named(
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_read_are_named(kitchen: Path, tmp_path: Path) -> N
 
 def test_a_table_in_place_of_the_matrix_is_named(kitchen: Path, tmp_path: Path) -> None:
     path = sentence_file(tmp_path / "EPIC_100_retrieval_test.csv", SENTENCES)
-    with pytest.raises(UserError, match="is a table of text") as caught:
+    with pytest.raises(UserError, match="is a text table") as caught:
         open_mir(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 

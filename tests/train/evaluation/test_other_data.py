@@ -224,7 +224,7 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     words = [*SMALL.split(), "--shards", tar, "--out", tmp_path / "run", "--evaluate.every", 2]
     assert train("dual-encoder", *words) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
-    assert "video tars cannot be evaluated while they are trained on" in error and "--evaluate.shards" in hint
+    assert "video tars cannot be used for evaluation during training" in error and "--evaluate.shards" in hint
     assert train("dual-encoder", *words, "--evaluate.shards", f"far={other}") == 0
     assert "far/text_to_video_r1" in read_lines(RunFolder(tmp_path / "run").metrics)[-1]
     capsys.readouterr()

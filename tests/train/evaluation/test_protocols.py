@@ -131,7 +131,7 @@ def test_1ka_ranks_a_thousand_pairs_even_where_texts_are_equal() -> None:
     similarity = embedded.text @ embedded.video.T
     same(result, clip4clip(similarity, range(1000)))
     assert result["text_to_video"]["num_queries"] == 1000 and result["incomplete"] == ""
-    assert "1 text equal to an earlier text" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
+    assert "1 duplicate text" in result["notes"][1] and result["title"] == "MSR-VTT 1k-A retrieval"
     # The default protocol treats equal texts as one.
     assert RetrievalScorer().score(embedded, no_texts)["text_to_video"]["num_queries"] == 999
     dual = result["dual_softmax"]
@@ -223,8 +223,8 @@ def test_vatex_from_a_data_folder_is_named_incomplete(
         "text → video, vatex (incomplete)",
         "text → video, vatex (incomplete), dual softmax",
         "incomplete: 6 of 1,500 videos and 60 of 15,000 captions",
-        "each caption among all videos",
-        "5 texts equal to an earlier text",
+        "each caption queries all videos",
+        "5 duplicate texts",
         "dual softmax: cosines times their softmax over all queries",
         "at temperature 0.05",
     ):
@@ -329,5 +329,5 @@ def test_a_protocol_of_paragraphs_needs_a_text_tower(data_dir: Path) -> None:
     with pytest.raises(UserError, match="paragraph embeds texts, but this run has no text tower"):
         open_scorer(DualEncoderEvaluation(protocol="paragraph"), settings, None)
     latents = DualEncoderSettings(shards=str(data_dir), input="latents")
-    with pytest.raises(UserError, match="vatex scores the clips of captions, but latents are stored in segments"):
+    with pytest.raises(UserError, match="vatex scores the clip of each caption, but latents are stored by segment"):
         open_scorer(DualEncoderEvaluation(protocol="vatex"), latents, None)

@@ -91,7 +91,7 @@ def test_the_card_states_protocol_chance_and_limits_and_no_path_of_this_machine(
 ) -> None:
     text = (evaluated_run[1] / "README.md").read_text()
     assert "*chance*" in text and "ties count against the model" in text
-    assert "temporal embedding of 4 steps has no place in an image tower" in text
+    assert "an image tower cannot use the temporal embedding of 4 steps" in text
     assert "# a\\_run\\|\n" in text, "names must not become markup"
     assert str(evaluated_run[0].parent) not in text and "/tmp/" not in text
 

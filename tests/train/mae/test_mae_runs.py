@@ -70,7 +70,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
     assert train(*flags, *RATE, *FOUR, "--out", tmp_path / "whole") == 0
     printed = capsys.readouterr().out
-    assert "without effect with --input latents, from flags or a preset: --crop" in printed
+    assert "--input latents ignores these settings from flags or a preset: --crop" in printed
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
     assert weights_of(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
 

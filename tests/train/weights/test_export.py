@@ -202,7 +202,7 @@ def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
 def test_the_user_hears_what_is_lost(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("export", run, "--format", "open_clip", "--out", tmp_path / "exported") == 0
     printed = capsys.readouterr().out
-    assert "the temporal embedding of 2 steps has no place in an image tower: its mean is added" in printed
+    assert "an image tower cannot use the temporal embedding of 2 steps: its mean is added" in printed
     assert "kept in video_extras.safetensors" in printed
 
 

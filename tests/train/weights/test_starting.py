@@ -261,7 +261,7 @@ def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[s
     messages: list[str] = []
     settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), messages.append, **changes)
     assert settings.loss.temperature == changes.get("loss", Loss()).temperature
-    assert f"weights: their temperature of 0.025 is not used: {reason}" in messages
+    assert f"weights: temperature 0.025 is not used: {reason}" in messages
     if "towers" in changes:
         assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in messages
 

@@ -99,9 +99,9 @@ def exported_captioner(request: ExportRequest) -> Export:
     settings, parts = request.settings, request.task.decoder
     assert isinstance(settings, CaptionerSettings)
     if isinstance(parts, LanguageDecoder):
-        require_format(request.form, ("lm",), what="a captioner with a language model")
+        require_format(request.format_name, ("lm",), what="a captioner with a language model")
         return exported_language(request, parts, decoding=generate_arguments(settings.decoding, parts.context_length))
-    require_format(request.form, ("hf",), what="a captioner with a GPT-2")
+    require_format(request.format_name, ("hf",), what="a captioner with a GPT-2")
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
@@ -288,7 +288,7 @@ def exported_language(request: ExportRequest, parts: LanguageDecoder, *, decodin
         "visual_tokens": parts.num_visual,
         "prompt_ids": [list(parts.before), list(parts.after)],
     }
-    program = exported_program(replace(request, form="torch"), _Prefix(captioner), prefix)
+    program = exported_program(replace(request, format_name="torch"), _Prefix(captioner), prefix)
     visual = {name: tensor for name, tensor in request.weights.items() if not name.startswith("decoder.")}
     visual_settings = {
         name: value for name, value in weight_settings(settings).items() if name.partition(".")[0] in _SETTINGS

@@ -41,7 +41,7 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
     """Return the probabilities of marginal classes (verbs or nouns), [B, M].
 
     Args:
-        part_K: Number of the verb or noun of each class, int64. M is the highest number + 1.
+        part_K: Index of each class's verb or noun, int64. M is the highest index + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -51,7 +51,7 @@ def marginal_probabilities(probabilities_BK: torch.Tensor, part_K: torch.Tensor)
 def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
     """Return the rank of the correct class, int64 [B]; 1 is best.
 
-    Classes with equal probabilities are ranked by ascending number.
+    Classes with equal probabilities are ranked by ascending index.
     """
     correct_B1 = probabilities_BK.gather(1, label_B[:, None])
     is_higher_BK = probabilities_BK > correct_B1
@@ -70,11 +70,11 @@ class Tally:
 
     Attributes:
         num_right: Number of correct predictions (top-1 and top-5) for each class, int64 [K, 2].
-        num_all: Number of samples of each class, int64 [K].
+        num_samples: Number of samples of each class, int64 [K].
     """
 
     num_right: torch.Tensor
-    num_all: torch.Tensor
+    num_samples: torch.Tensor
 
     @staticmethod
     def zeros(num_classes: int, device: torch.device) -> "Tally":
@@ -87,14 +87,14 @@ class Tally:
     def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
         """Add a batch to the counts."""
         self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
-        self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
+        self.num_samples.index_add_(0, label_B, torch.ones_like(label_B))
 
     def metrics(self) -> dict[str, float]:
         """Return `top1` and `top5`, and `mean_class`, the mean of the top-1 accuracies of all classes with samples."""
-        num_samples = int(self.num_all.sum())
-        top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
-        has_samples = self.num_all > 0
-        by_class = self.num_right[has_samples, 0].double() / self.num_all[has_samples].double()
+        total = int(self.num_samples.sum())
+        top1, top5 = (self.num_right.sum(dim=0).double() / max(total, 1)).tolist()
+        has_samples = self.num_samples > 0
+        by_class = self.num_right[has_samples, 0].double() / self.num_samples[has_samples].double()
         return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
 
 
@@ -136,7 +136,7 @@ class ClassTallies:
         """Return this rank's results by class (`Predictions.by_class`), for each kind of class."""
         return [
             Predictions.join(self.predictions[name]).by_class(
-                self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_all)))),
+                self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_samples)))),
                 title=name,
             )
             for name, tally in self.tallies.items()
@@ -147,7 +147,7 @@ class ClassTallies:
         """Return the metrics over all ranks, such as `<label>_top1`. All ranks must call this method."""
         metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
-            total = Tally(world.sum(tally.num_right), world.sum(tally.num_all))
+            total = Tally(world.sum(tally.num_right), world.sum(tally.num_samples))
             metrics |= {f"{name}_{key}": value for key, value in total.metrics().items()}
         return metrics
 
@@ -185,8 +185,8 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split. All ranks must call this function.
 
     Args:
-        inputs: Function that takes a batch and returns clips [B, C, T, H, W], in which the frames of all views follow
-            one another.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W]. The frames of a clip's views follow one
+            another.
         num_views: Number of views per clip.
 
     Raises:
@@ -204,18 +204,18 @@ def score_classifier(
         logits_BVK = torch.stack([model(view_BCTHW) for view_BCTHW in views], dim=1)
         is_finite &= bool(logits_BVK.isfinite().all())
         tallies.add(view_mean(logits_BVK), batch["label"])
-    num_samples = int(world.sum(tallies.tallies[classes.label].num_all).sum())
+    num_samples = int(world.sum(tallies.tallies[classes.label].num_samples).sum())
     counts = world.sum(torch.tensor([len(failed), not is_finite], device=device)).tolist()
     metrics = tallies.metrics(world)
     if counts[1]:
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
-        raise FailedWork(f"none of {count_noun(counts[0], 'clip')} could be decoded")
+        raise FailedWork(f"no clip could be decoded ({counts[0]:,} failed)")
     return ClassResult(metrics, num_samples, counts[0], tuple(failed), tallies.by_class())
 
 
 _PROTOCOL = "probabilities are means over views; majority baseline: always the most frequent classes of these clips"
-_PARTS = "; verbs and nouns are sums over their actions"
+_PARTS = "; the probability of a verb or noun is the sum over its actions"
 
 
 def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
@@ -259,7 +259,7 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
 
 
 def names_of_numbers(classes: ClassList, files: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return the names of numbered classes, by label and number. For actions, include the names of verbs and nouns.
+    """Return the names of numbered classes by label and number, including the names of verbs and nouns for actions.
 
     Args:
         files: Class file of the label, or the files of verbs and nouns for actions; empty for no names.

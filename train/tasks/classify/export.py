@@ -20,7 +20,7 @@ from clipmill.train.weights.files import read_config
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 from clipmill.train.weights.videomae import exported_videomae
 
-# VideoMAE's classifiers were trained on clips of 16 frames, every fourth frame of a video. No file records this.
+# VideoMAE's classifiers were trained on 16 frames per clip, every fourth frame of a video. No file records this choice.
 _NUM_FRAMES, _STRIDE = 16, 4
 
 
@@ -45,10 +45,10 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel 
             size_px=frame_px_of(source, default=ClassifySettings.size_px),
         )
         settings = effective_clip_settings(settings, source, say=say)
-    say(f"weights: a clip has every {_STRIDE}th frame, {settings.num_frames} in all, as in VideoMAE's fine-tuning")
+    say(f"weights: clips of {settings.num_frames} frames, every {_STRIDE}th of a video, as in VideoMAE's fine-tuning")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
-        say(f"weights: id2label in {path / 'config.json'} has only numbers as class names; add the names there")
+        say(f"weights: id2label in {path / 'config.json'} lists only numbers; replace these with class names")
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(
         settings=settings,
@@ -66,7 +66,7 @@ def _class_names(labels: object, *, num_classes: int, path: Path) -> tuple[str, 
         names = tuple(str(labels[str(number)]) for number in range(len(labels)))
     except (AssertionError, KeyError) as error:
         raise UserError(
-            f"{path / 'config.json'}: id2label does not map the numbers 0, 1, ... to the names of classes",
+            f"{path / 'config.json'}: id2label does not map the numbers 0, 1, ... to class names",
             hint="download the folder again",
         ) from error
     if len(names) != num_classes or len(set(names)) < num_classes:
@@ -83,7 +83,7 @@ def exported_classifier(request: ExportRequest) -> Export:
     Raises:
         UserError: The format cannot represent the classifier or its tower.
     """
-    if request.form in PROGRAM_FORMATS:
+    if request.format_name in PROGRAM_FORMATS:
         model = VideoClassifier(
             request.shape.size.video,
             towers=replace(request.settings.towers, activation_checkpointing=False),
@@ -98,18 +98,18 @@ def exported_classifier(request: ExportRequest) -> Export:
         return exported_program(request, model, output)
     if kind_of_tensors(request.weights) != "videomae":
         raise UserError(
-            f"{request.title} is a classifier with CLIP's tower, which --format {request.form} does not support",
+            f"{request.title} is a classifier with CLIP's tower, which --format {request.format_name} does not support",
             hint="use --format torch or onnx, or export a classifier with --towers.kind videomae",
             flags=("--format",),
         )
-    require_format(request.form, ("hf", "videomae", *PROGRAM_FORMATS), what="a video classifier")
+    require_format(request.format_name, ("hf", "videomae", *PROGRAM_FORMATS), what="a video classifier")
     # VideoMAE's checkpoints do not contain the names of the classes.
-    classes = request.task.classes.names if request.form == "hf" else ()
+    classes = request.task.classes.names if request.format_name == "hf" else ()
     return exported_videomae(
         request.settings,
         request.weights,
         shape=request.shape,
-        form=request.form,
+        format_name=request.format_name,
         model={
             "architectures": ["VideoMAEForVideoClassification"],
             "use_mean_pooling": True,

@@ -41,7 +41,7 @@ _ALPHA = Range(0, 100)
 class ClassEvaluation(EvaluationSettings):
     """Evaluation of a classifier during training."""
 
-    # Without EVERY, because the split is always read: its classes are classes of the model.
+    # EVERY is omitted, because the split is always read: its classes are also classes of the model.
     split: str = "val"
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
@@ -58,8 +58,8 @@ class ClassifySettings(LatentSettings):
     has_head = True
 
     segment: Annotated[str | None, groups.CLIPS, GoesWith("input", ("latents",))] = None
-    """Length of a segment of latents, such as 5s. A segment has the label of the caption that covers most of it.
-    Default: the stored segments of a video VAE; 5s for other latents."""
+    """Length of a segment of latents, such as 5s. A segment's label comes from the caption that covers most of the
+    segment. Default: the stored segments of a video VAE; 5s for other latents."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip, with different frames and crops (repeated augmentation). The clip is decoded once."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
@@ -128,8 +128,8 @@ class ClassificationFlags(Checked):
     """Number of spatial crops per view, spread along the longer side. 1: the centre; 3: both ends and the centre."""
 
     classes: Annotated[tuple[Path, ...], Parameter(negative="")] = ()
-    """Class file, as for train eval zero-shot, whose names are shown instead of class numbers. For actions, use the
-    flag twice: first the file of verbs, then the file of nouns."""
+    """Class file, as for train eval zero-shot. Its names replace class numbers in the results. For actions, use the
+    flag twice: first for the file of verbs, then for the file of nouns."""
 
     def evaluation(self) -> ClassEvaluation:
         """Return these flags as the settings of an evaluation during training."""

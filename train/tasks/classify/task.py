@@ -213,10 +213,10 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         return samples
 
     def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit weights to the tower, and to the norm of the features if the weights have one.
+        """Fit weights to the tower, and to the norm of the features if the weights contain this norm.
 
-        The last layer always keeps its new weights. A text tower, CLIP's projection, a decoder, the last layer of a
-        classifier, and the last norm of a masked autoencoder's encoder are not used.
+        The last layer always keeps its random initial weights. A text tower, CLIP's projection, a decoder, the last
+        layer of a classifier, and the last norm of a masked autoencoder's encoder are not used.
         """
         tower = nn.Module()
         tower.video = model.video
@@ -226,7 +226,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         unused_parts = dict(UNUSED_PARTS)
         if not any(name.startswith("video.ln_post.") for name in tower.state_dict()):
             unused_parts["video.ln_post."] = (
-                "the encoder's last norm (video.ln_post), which a new norm after the mean of its tokens replaces"
+                "the encoder's last norm (video.ln_post), replaced by a new norm after the mean of the tokens"
             )
         return fit_to(
             tower,
@@ -236,7 +236,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         )
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Build the objective, the cross-entropy with mixed targets."""
+        """Build the objective: the cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         return SoftCrossEntropy(
             inputs, self._settings, num_classes=len(self.classes), frame_px=picture_size(samples, self._settings)[1]
@@ -253,7 +253,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Select frames [B, T, C, H, W] from segments of latents.
 
         Args:
-            positions: Positions of the samples, from which random frames are drawn; None for centred frames.
+            positions: Positions of the samples, used to draw random frames; None for centred frames.
         """
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
@@ -278,7 +278,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Score a model in evaluation mode. All ranks must call this method.
 
         Args:
-            samples: Samples that were opened with the same `views`.
+            samples: Samples opened with the same `views`.
             every: Interval of the samples to score; 1 for all samples.
         """
         return score_classifier(
@@ -388,8 +388,8 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
     """Draw the mixing parameters of a batch.
 
     Args:
-        mixup, cutmix: Alpha of the Beta distribution from which the weight is drawn; 0 disables mixup or CutMix. If
-            both are positive, each of them is used for half of the batches.
+        mixup, cutmix: Alpha of the weight's Beta distribution; 0 disables mixup or CutMix. If both are positive, each
+            batch uses one of them, with equal probability.
     """
     if not mixup and not cutmix:
         return NO_MIX
@@ -428,7 +428,7 @@ def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, 
     """Return the targets of a batch after label smoothing and mixing, float32 [B, K]. Each row sums to 1.
 
     Args:
-        smoothing: Label smoothing (Szegedy et al. 2016, section 7), the fraction that is spread over all classes.
+        smoothing: Fraction of the target to spread over all classes (Szegedy et al. 2016, section 7).
     """
     # torch's one_hot checks the range of the labels, which would make the CPU wait for the GPU.
     one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()

@@ -43,8 +43,8 @@ from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 _LOST_CAPTIONS = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
-# Minimum fraction of clips that have relevancy 1 for their own sentence. It is below 1, because narrations with the
-# same text may have different classes.
+# Minimum fraction of clips that have relevancy 1 for their own sentence. The limit is below 1, because narrations with
+# the same text may have different classes.
 _MIN_CORRECT_FRACTION = 0.5
 
 
@@ -56,11 +56,10 @@ class MirTable:
         relevancy: Relevancies [N, M].
         sentences: Texts of the M sentences.
         caption_ids: IDs of the captions, int64 [N], ascending.
-        span_of_N: Number of each caption's span, int64. The loader treats captions with the same span of a video as one
-            clip.
+        span_of_N: Index of each caption's span, int64. The loader treats captions with the same span as one clip.
         sentence_of_N: Index of each clip's sentence, int64; -1 if it is not among the sentences.
         source: Description of the source of the relevancies.
-        num_rejected: Number of captions in the split's annotation files that prep manifest rejected; 0 if unknown.
+        num_rejected: Number of rejected captions in the split's annotation files; 0 if unknown.
     """
 
     relevancy: Relevancy
@@ -97,41 +96,41 @@ class MirTable:
 
 
 def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
-    """Read the captions of a split, and read their relevancies or compute them from the classes of the captions.
+    """Read the captions of a split, and read or compute their relevancies.
 
     Args:
-        relevancy: File with the relevancy matrix; None to compute the relevancies.
+        relevancy: File with the relevancy matrix; None to compute the relevancies from the classes of the captions.
         sentences: Sentence file; None for the distinct texts of the captions.
 
     Raises:
-        UserError: A file cannot be read or belongs to a different split; or the captions have no classes.
+        UserError: A file cannot be read or belongs to a different split, or the required classes are missing.
     """
     captions = select_split(read_captions(data_dir), data_dir, split)
     if _VERB in captions.column_names:
         # Captions without classes belong to another dataset in the same folder.
         captions = captions.filter(pc.is_valid(captions[_VERB]))
     texts = captions["text"].combine_chunks()
-    names = pc.unique(texts) if sentences is None else _read_sentences(sentences, texts, split=split)
-    sentence_of_N = pc.fill_null(pc.index_in(texts, value_set=names), -1).to_numpy().astype(np.int64)
+    sentence_texts = pc.unique(texts) if sentences is None else _read_sentences(sentences, texts, split=split)
+    sentence_of_N = pc.fill_null(pc.index_in(texts, value_set=sentence_texts), -1).to_numpy().astype(np.int64)
     caption_ids = captions["caption_id"].to_numpy()
     if relevancy is None:
-        matrix = _compute_relevancy(captions, sentence_of_N, num_sentences=len(names), split=split)
-        source = "computed from verb and noun classes; a sentence has the classes of its first clip"
+        matrix = _compute_relevancy(captions, sentence_of_N, num_sentences=len(sentence_texts), split=split)
+        source = "computed from verb and noun classes; each sentence takes the classes of its first clip"
     else:
         matrix = _read_matrix(relevancy)
-        _check_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
+        _check_fit(matrix, sentence_of_N, num_sentences=len(sentence_texts), path=relevancy, split=split)
         source = relevancy.name
-    # Number the spans, so that captions with the same span of a video have the same number.
+    # Assign an index to each distinct span of a video.
     spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
     groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
-    numbers = np.empty(len(captions), np.int64)
+    span_of_N = np.empty(len(captions), np.int64)
     rows_of_span = groups["row_list"].combine_chunks()
-    numbers[pc.list_flatten(rows_of_span).to_numpy()] = pc.list_parent_indices(rows_of_span).to_numpy()
+    span_of_N[pc.list_flatten(rows_of_span).to_numpy()] = pc.list_parent_indices(rows_of_span).to_numpy()
     return MirTable(
         matrix,
-        tuple(names.to_pylist()),
+        tuple(sentence_texts.to_pylist()),
         caption_ids,
-        numbers,
+        span_of_N,
         sentence_of_N,
         source,
         _count_rejected(data_dir, captions, split=split),
@@ -139,9 +138,9 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
 
 
 def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
-    """Count the captions in a split's annotation files that prep manifest rejected.
+    """Count the rejected captions in a split's annotation files.
 
-    The result is 0 for remote data, which have no list of rejected rows.
+    The result is 0 for remote data, because they have no list of rejected rows.
     """
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
@@ -154,7 +153,7 @@ def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
         if row["dataset"] not in datasets or not file.endswith(".csv"):
             continue
         if split_in_file_name(file.rsplit("/", 1)[-1]) == split:
-            # A row for a video without a file stands for all captions of the video, any other row for one caption.
+            # The row of a missing video file stands for all captions of the video. Other rows stand for one caption.
             count += int(lost[1]) if (lost := _LOST_CAPTIONS.search(row["detail"])) else 1
     return count
 
@@ -163,17 +162,17 @@ def _read_sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
     rows = list(read_csv(path, required=["narration"]))
     if faulty := next((row for row in rows if row.fault is not None), None):
         raise UserError(f"{path}, row {faulty.number}: {faulty.fault}", hint="use the published sentence file")
-    names = pa.array([row.values["narration"].strip() for row in rows], pa.string())
-    unknown = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
+    sentences = pa.array([row.values["narration"].strip() for row in rows], pa.string())
+    unknown = sentences.filter(pc.invert(pc.is_in(sentences, value_set=texts)))
     if len(unknown):
         raise UserError(
-            f"{path} has {count_noun(len(unknown), 'sentence')} that no caption of split {split!r} has; the first: "
-            f"{unknown[0]}",
+            f"{path} contains {count_noun(len(unknown), 'sentence')} missing from the captions of split {split!r}; the "
+            f"first: {unknown[0]}",
             hint="use the sentence file of this split",
         )
-    if len(pc.unique(names)) != len(names):
-        raise UserError(f"{path} has a sentence twice", hint="use the published sentence file")
-    return names
+    if len(pc.unique(sentences)) != len(sentences):
+        raise UserError(f"{path} contains a duplicate sentence", hint="use the published sentence file")
+    return sentences
 
 
 def _compute_relevancy(
@@ -181,8 +180,8 @@ def _compute_relevancy(
 ) -> Relevancy:
     if not has_actions(captions.schema) or not captions.num_rows:
         raise UserError(
-            f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
-            hint="use prep manifest epic-kitchens, or --relevancy FILE (in training --evaluate.relevancy)",
+            f"captions of split {split!r} have no verb and noun classes, so relevancies cannot be computed",
+            hint="use prep manifest epic-kitchens, or --relevancy FILE (during training: --evaluate.relevancy)",
         )
     nouns = captions[_NOUNS].combine_chunks()
     row_of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()
@@ -198,7 +197,7 @@ def _compute_relevancy(
 def _read_matrix(path: Path) -> Relevancy:
     if path.suffix.lower() in (".csv", ".tsv", ".txt"):
         raise UserError(
-            f"{path} is a table of text, but relevancies are a matrix of numbers: clips x sentences",
+            f"{path} is a text table, but relevancies are a matrix of numbers (clips x sentences)",
             hint="use the pickle or .npy file of the matrix; pass a list of sentences to --sentences",
         )
     if path.suffix == ".npy":
@@ -210,13 +209,14 @@ def _read_matrix(path: Path) -> Relevancy:
         matrix = load_array_pickle(path)
     if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
         raise UserError(
-            f"{path} holds {matrix.dtype} of shape {matrix.shape}, not a matrix of numbers: clips x sentences",
+            f"{path} contains a {matrix.dtype} array of shape {matrix.shape}, but relevancies are a matrix of numbers "
+            "(clips x sentences)",
             hint="use a relevancy file",
         )
     try:
         return compress_matrix(matrix)
     except NoRelevancy as error:
-        raise UserError(f"{path} holds no relevancies: {error}", hint="use a relevancy file") from error
+        raise UserError(f"{path} does not contain relevancies: {error}", hint="use a relevancy file") from error
 
 
 def _check_fit(
@@ -227,14 +227,15 @@ def _check_fit(
         raise UserError(
             f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, but split {split!r} has "
             f"{expected[0]:,} x {expected[1]:,}",
-            hint="use the relevancy file of this split, --sentences, and a manifest with all rows of the split",
+            hint="use the relevancy file of this split, pass its sentence file to --sentences, and check that the "
+            "manifest contains all rows of the split",
         )
     clips = np.flatnonzero(sentence_of_N >= 0)
     correct_fraction = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
     if correct_fraction < _MIN_CORRECT_FRACTION:
         raise UserError(
-            f"{path} has relevancy 1 for only {100 * correct_fraction:.0f} % of the clips and their own sentences: the "
-            f"rows or columns are in a different order than the clips and sentences of split {split!r}",
+            f"{path} gives only {100 * correct_fraction:.0f} % of the clips relevancy 1 for their own sentence: its "
+            f"rows or columns are not in the order of the clips and sentences of split {split!r}",
             hint="pass the sentence file that belongs to the relevancy file to --sentences",
         )
 
@@ -244,7 +245,7 @@ _BYTE_ORDERS = ("<", ">", "|", "=")
 
 
 def load_array_pickle(path: Path) -> NDArray[Any]:
-    """Read an array of numbers from a pickle of any protocol, written by Python 2 or 3, without running its code.
+    """Read an array of numbers from a pickle (any protocol, Python 2 or 3) without running code from the pickle.
 
     Raises:
         UserError: The file cannot be read, is not a pickle, or contains anything other than one array of numbers.
@@ -259,8 +260,8 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except _ForbiddenObject as error:
         raise UserError(
-            f"{path} refers to {error}, which is not allowed: loading it could run code, and an array of numbers does "
-            "not need it",
+            f"{path} contains {error}, which an array of numbers does not need: loading it is not allowed, because it "
+            "could run code",
             hint=_HINT,
         ) from error
     # A damaged pickle may raise errors other than UnpicklingError (see the documentation of pickle.load).
@@ -277,7 +278,7 @@ _HINT = "save it as .npy: numpy.save(FILE, array)"
 
 
 class _ForbiddenObject(Exception):
-    """Error for a pickle that refers to an object which arrays of numbers do not need."""
+    """Error for a pickle with an object that an array of numbers does not need."""
 
 
 class _Dtype:
@@ -356,8 +357,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 KINDS = ("inter", "intra")
 EGOMCQ_PROTOCOL = (
-    "EgoMCQ (Lin et al. 2022): the text of a question against its five clips; accuracy of the nearest clip by cosine, "
-    "where they are of different videos (inter) and of one (intra); ties count against the model"
+    "EgoMCQ (Lin et al. 2022): the answer to a question is the clip, out of five, with the highest cosine similarity "
+    "to the question's text; separate accuracies for questions with clips from different videos (inter) and from one "
+    "video (intra); ties count against the model"
 )
 
 
@@ -369,40 +371,40 @@ class EgoMcqScorer:
         questions: Questions whose clips are all in the data.
         ids: Caption IDs of each question's clips.
         source: Name of the question file.
-        num_all: Number of questions in this file.
+        num_in_file: Number of questions in this file.
     """
 
     questions: tuple[Question, ...]
     ids: tuple[tuple[int, ...], ...]
     source: str
-    num_all: int
+    num_in_file: int
     definition: str = EGOMCQ_PROTOCOL
 
     @property
-    def means_of(self) -> tuple[int, str]:
+    def averaged_items(self) -> tuple[int, str]:
         """Number and name of the items over which the metrics are averaged."""
         return len(self.questions), "question"
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
         rows = {caption_id: row for row, caption_id in enumerate(embeddings.caption_id.tolist())}
-        numbers = [number for number, ids in enumerate(self.ids) if rows.keys() >= set(ids)]
-        if not numbers:
+        indices = [index for index, ids in enumerate(self.ids) if rows.keys() >= set(ids)]
+        if not indices:
             raise FailedWork("every question has a clip that could not be decoded")
-        text_QE = embed([self.questions[number].text for number in numbers])
+        text_QE = embed([self.questions[index].text for index in indices])
         is_correct, chance, is_intra = [], [], []
-        for text_E, number in zip(text_QE, numbers, strict=True):
-            similarity = embeddings.video[[rows[caption_id] for caption_id in self.ids[number]]] @ text_E
-            is_correct.append(is_nearest(similarity, self.questions[number].answer))
+        for text_E, index in zip(text_QE, indices, strict=True):
+            similarity = embeddings.video[[rows[caption_id] for caption_id in self.ids[index]]] @ text_E
+            is_correct.append(is_nearest(similarity, self.questions[index].answer))
             chance.append(1 / len(similarity))
-            is_intra.append(self.questions[number].is_intra)
+            is_intra.append(self.questions[index].is_intra)
         result: dict[str, Any] = {
             "protocol": self.definition,
             "questions": self.source,
             "incomplete": "",
         }
-        if len(numbers) < self.num_all:
-            missing = f"{len(numbers):,} of {self.num_all:,} questions scored: not comparable with published numbers"
-            result["incomplete"] = missing
+        if len(indices) < self.num_in_file:
+            missing = f"{len(indices):,} of {self.num_in_file:,} questions scored"
+            result["incomplete"] = f"{missing}: not comparable with published numbers"
         for kind, mask in zip(KINDS, (~np.array(is_intra), np.array(is_intra)), strict=True):
             num_questions = int(mask.sum())
             result[kind] = {
@@ -418,7 +420,7 @@ class EgoMcqScorer:
 
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
-    """Return True if the clip `answer` is nearer than all other clips. NaN counts as not nearer."""
+    """Return True if the clip at index `answer` is nearer than all other clips. NaN counts as not nearer."""
     others = np.delete(similarity, answer)
     return bool((others < similarity[answer]).all())
 
@@ -427,7 +429,7 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
     """Read the questions whose clips are all in the data.
 
     Args:
-        path: File with the questions (egomcq.json), required.
+        path: File with the questions (egomcq.json). If it is None, an error tells the user to pass it.
         captions: Captions of EgoMCQ in the manifest.
 
     Raises:
@@ -435,17 +437,17 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
     """
     if path is None:
         raise UserError(
-            "EgoMCQ needs the file with its questions",
-            hint="use --questions egomcq.json (in training --evaluate.questions)",
+            "EgoMCQ needs a file with questions",
+            hint="use --questions egomcq.json (during training: --evaluate.questions)",
         )
     videos = read_videos(data_dir, columns=["video_id", "source_id"]).to_pydict()
     source_ids = dict(zip(videos["video_id"], videos["source_id"], strict=True))
     rows = captions.select(["video_id", "begin_s", "end_s", "caption_id"]).to_pylist()
     caption_ids = {(source_ids[row["video_id"]], row["begin_s"], row["end_s"]): row["caption_id"] for row in rows}
-    questions, ids, num_all = [], [], 0
+    questions, ids, num_in_file = [], [], 0
     for question in read_questions(path):
-        num_all += 1
-        if isinstance(question, str):  # a description of a faulty question
+        num_in_file += 1
+        if isinstance(question, str):  # the question is faulty, and the string describes the fault
             continue
         clip_ids = tuple(caption_ids.get((clip.source_id, clip.begin_s, clip.end_s), -1) for clip in question.choices)
         if min(clip_ids) >= 0:
@@ -456,4 +458,4 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
             f"no question in {path} has all its clips in {data_dir}",
             hint="pass the same file to prep manifest ego4d --annotations",
         )
-    return EgoMcqScorer(tuple(questions), tuple(ids), path.name, num_all)
+    return EgoMcqScorer(tuple(questions), tuple(ids), path.name, num_in_file)

@@ -1,12 +1,12 @@
-"""Evaluation of a dual encoder, after training or during training, and the examples on the results page.
+"""Evaluation of a dual encoder after or during training, and examples for the results page.
 
-1. The files of the protocol are read, so that errors in them are reported before training starts.
+1. The files of the protocol are read, so that errors in these files are reported before training starts.
 2. Every rank embeds its part of the split. The embeddings are gathered in the order of the samples.
 3. A `Scorer` converts the embeddings to JSON-serialisable values for the result file, or to metrics for the training
    log.
 
-The examples on the page show successes and failures: if possible, a correct clip ranks first for half of the texts, and
-an incorrect clip for the other half. Both halves are spread evenly over the split.
+The examples on the page show successes and failures. If possible, a correct clip ranks first for half of the texts, and
+an incorrect clip ranks first for the other half. Both halves are spread evenly over the split.
 
 Shape suffixes: N clips, M texts.
 """
@@ -67,10 +67,10 @@ _NUM_CLIPS = 4  # number of clips per text
 
 @dataclass(frozen=True)
 class Ranking:
-    """Similarities of clips and texts, from which examples are chosen.
+    """Similarities of clips and texts, used to choose examples.
 
     Attributes:
-        similarity_NM: Similarities of clips and texts.
+        similarity_NM: Similarity of each clip and text.
         relevancy_NM: Relevancies in [0, 1]. Clips with relevancy 1 are correct.
         sample_N: Index of each clip's sample, int64.
         text: Function that takes the index of a text and returns the text.
@@ -85,7 +85,7 @@ class Ranking:
 def retrieval_examples(
     ranking: Ranking, samples: PicturedSamples, *, num_frames: int, player: Player | None
 ) -> list[dict[str, Any]]:
-    """Return example texts with their best clips and their best correct clip, as JSON-serialisable values.
+    """Return example texts, each with its best clips and its best correct clip, as JSON-serialisable values.
 
     Args:
         num_frames: Number of frames to show per clip.
@@ -111,7 +111,7 @@ def retrieval_examples(
     examples = []
     for text in choose_texts(rank_M):
         order = np.argsort(-similarity_NM[:, text], kind="stable")
-        # If none of the best clips is correct, the best correct clip replaces the last of them.
+        # If none of the best clips is correct, show the best correct clip in place of the last one.
         best_correct = int(np.flatnonzero(ranking.relevancy_NM[order, text] == 1)[0])
         indices = [*range(min(_NUM_CLIPS, len(order)))]
         indices[-1] = max(indices[-1], best_correct)
@@ -121,7 +121,7 @@ def retrieval_examples(
 
 
 def choose_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
-    """Return the indices of example texts, alternately with rank 1 (a correct clip is first) and with other ranks."""
+    """Return the indices of example texts, alternating between rank 1 (a correct clip is first) and other ranks."""
     correct, incorrect = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
     num_incorrect = min(len(incorrect), max(at_most // 2, at_most - len(correct)))
     groups = ((correct, min(len(correct), at_most - num_incorrect)), (incorrect, num_incorrect))
@@ -130,7 +130,7 @@ def choose_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> l
 
 
 class Scorer(Protocol):
-    """Interface of a protocol whose files have been read, which scores embeddings."""
+    """Interface that scores embeddings with a protocol whose files have been read."""
 
     @property
     def definition(self) -> str:
@@ -146,7 +146,7 @@ class Scorer(Protocol):
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of a result that are logged during training."""
+        """Return the metrics to log during training, from the entries of a result file."""
         ...
 
 
@@ -198,7 +198,7 @@ class MirScorer:
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Return the ranking of evenly spaced sentences that have a clip of relevancy 1, for examples.
+        """Return a ranking for examples, with evenly spaced sentences that have a clip of relevancy 1.
 
         Args:
             sample_N: Index of the sample of each embedding, int64.
@@ -223,11 +223,11 @@ class MirScorer:
 def make_scorer(
     settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool, sources: str | None = None
 ) -> Scorer:
-    """Read the files that a protocol needs, and return its scorer.
+    """Read the files that a protocol needs, and return the protocol's scorer.
 
     Args:
         data_dir: Data folder; None if the data have no manifest.
-        has_text_tower: True if the run has a text tower, which most protocols need to embed texts.
+        has_text_tower: True if the run has a text tower. Most protocols need a text tower to embed texts.
         sources: Value of `--captions.sources`, for named protocols.
 
     Raises:
@@ -238,11 +238,11 @@ def make_scorer(
         return RetrievalScorer(temperature=settings.dual_softmax)
     if data_dir is None:
         raise UserError(
-            f"{protocol} needs the captions or labels of a manifest, which these data do not have",
+            f"{protocol} needs captions or labels from a manifest, but these data have no manifest",
             hint="use a data folder: --shards DIR",
         )
     if not has_text_tower and protocol != "msrvtt-1ka":
-        raise _without_text_tower(protocol)
+        raise _text_tower_error(protocol)
     if protocol == "mir":
         table = open_mir_table(data_dir, split=split, relevancy=settings.relevancy, sentences=settings.sentences)
         return MirScorer(table)
@@ -259,7 +259,7 @@ def make_scorer(
     return ZeroShotScorer(classes)
 
 
-def _without_text_tower(protocol: str) -> UserError:
+def _text_tower_error(protocol: str) -> UserError:
     return UserError(
         f"{protocol} embeds texts, but this run has no text tower: it was trained with stored embeddings",
         hint="use a run with --text-tower trained",
@@ -272,13 +272,13 @@ class LoopEvaluation:
     Args:
         task: Task that returns the model's inputs.
         samples: This rank's part of the split.
-        settings: Settings of the run, with the data to evaluate on.
+        settings: Settings of the run, changed to refer to the data to evaluate on.
         evaluation: Settings of the evaluation.
         name: Prefix of the metrics' names.
 
     Attributes:
         protocol: Name and definition of the protocol, and a description of missing data.
-        means_of: Number and name of the items over which the metrics are averaged; None for clips.
+        averaged_items: Number and name of the items over which the metrics are averaged; None for clips.
 
     Raises:
         UserError: The protocol cannot evaluate the split.
@@ -297,7 +297,7 @@ class LoopEvaluation:
         self._task, self._samples, self._device, self._name = task, samples, device, name
         if samples.num_samples is None:
             raise UserError(
-                f"{kind_of(settings.folder, settings).noun} cannot be evaluated while they are trained on",
+                f"{kind_of(settings.folder, settings).noun} cannot be used for evaluation during training",
                 hint="pass a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
         self._every = sample_stride(samples.num_samples, at_most=evaluation.max_samples)
@@ -310,7 +310,7 @@ class LoopEvaluation:
             )
         self._scorer = open_scorer(evaluation, settings, samples)
         self.protocol = f"{evaluation.protocol}: {self._scorer.definition}"
-        self.means_of: tuple[int, str] | None = getattr(self._scorer, "means_of", None)
+        self.averaged_items: tuple[int, str] | None = getattr(self._scorer, "averaged_items", None)
         if isinstance(self._scorer, RetrievalScorer) and (
             incomplete := self._scorer.describe_missing(samples.num_samples)
         ):
@@ -334,19 +334,19 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
     """
     if kind_of(settings.folder, settings).has_images:
         if settings.text_tower == "frozen":
-            raise _without_text_tower(evaluation.protocol)
+            raise _text_tower_error(evaluation.protocol)
         if evaluation.protocol == "zero-shot":
             return ZeroShotScorer(image_class_prompts(samples, settings.folder, evaluation))
         if evaluation.protocol == CLIP_BENCHMARK:
             return RetrievalScorer(CLIP_BENCHMARK, image_captions(samples), evaluation.dual_softmax)
     elif evaluation.protocol == CLIP_BENCHMARK:
         raise UserError(
-            f"{CLIP_BENCHMARK} scores image tars with captions, but {settings.folder} has videos",
-            hint="use --protocol retrieval (in training --evaluate.protocol), or pass image tars to --shards",
+            f"{CLIP_BENCHMARK} scores image tars with captions, but {settings.folder} contains videos",
+            hint="use --protocol retrieval (during training: --evaluate.protocol), or pass image tars to --shards",
         )
     if evaluation.protocol in ("mir", *NAMED) and settings.reads_latents:
         raise UserError(
-            f"{evaluation.protocol} scores the clips of captions, but latents are stored in segments",
+            f"{evaluation.protocol} scores the clip of each caption, but latents are stored by segment",
             hint="use --input pixels",
         )
     data_dir: Path | None = None
@@ -361,7 +361,7 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
 
 def text_embedder(model: nn.Module, *, device: torch.device) -> EmbedTexts:
     """Return a function that computes unit-length embeddings of texts with the text tower of `model`."""
-    # A wrapper such as DDP forwards only `forward`, and not the model's other methods.
+    # A wrapper such as DDP exposes only `forward`, not the model's other methods.
     towers = cast(DualEncoder, getattr(model, "module", model))
     return lambda texts: embed_texts(towers.embed_text, texts, tokenize=towers.tokenize, device=device)
 
@@ -398,7 +398,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
         player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
-    # Each combination of protocol and settings has a separate result file, which a later evaluation replaces.
+    # Each combination of protocol and settings has a separate result file. A later evaluation replaces this file.
     parts: list[str] = [evaluation.protocol, evaluation.split]
     parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
     parts += [] if evaluation.label is None else [evaluation.label]
@@ -413,7 +413,7 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
 
 
 def _ranking(match: Match, embeddings: Embeddings, samples: PicturedSamples) -> Ranking:
-    """Return the ranking of a protocol's clips and texts, from which examples are chosen."""
+    """Return the ranking of a protocol's clips and texts, used to choose examples."""
     sample_N, sample_M = embeddings.samples[match.clip_N], embeddings.samples[match.row_M]
 
     def text(index: int) -> str:

@@ -44,7 +44,7 @@ class ImageTowers:
     """Weights of a dual encoder whose video tower was converted to take a single frame.
 
     Attributes:
-        tensors: Tensors by their names in clipmill, without the temporal embedding.
+        tensors: Tensors without the temporal embedding, keyed by their names in clipmill.
         extras: Original tensors of the video tower that were changed or omitted.
         limitations: Limitations of the image tower, as remarks for the user.
     """
@@ -60,24 +60,22 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
     Args:
         weights: Weights of a DualEncoder.
         rule: Treatment of the temporal embedding. mean: add its mean to the positional embeddings of the patches, so
-            that an image is treated as a frame at an unknown time; zero: omit it, as in a new video tower.
+            that an image is treated as a frame at an unknown time; zero: omit the temporal embedding, whose values are
+            0 in a new video tower.
     """
     tensors, extras, limitations = dict(weights), {}, []
     temporal_TD = extras[TEMPORAL_EMBEDDING] = tensors.pop(TEMPORAL_EMBEDDING)
     if temporal_TD.count_nonzero():
-        treatment = {"mean": "its mean is added to the positions of patches", "zero": "it is omitted"}[rule]
-        limitations.append(
-            f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {treatment}"
-        )
+        treatment = {"mean": "its mean is added to the positional embeddings of patches", "zero": "it is omitted"}[rule]
+        limitations.append(f"an image tower cannot use the temporal embedding of {len(temporal_TD)} steps: {treatment}")
         if rule == "mean":
             extras[_POSITIONS] = tensors[_POSITIONS]
             tensors[_POSITIONS] = tensors[_POSITIONS].clone()
             tensors[_POSITIONS][1:] += temporal_TD.mean(0)
     if tensors[CONV].ndim == _CUBE_DIMS:
         extras[CONV] = tensors[CONV]
-        limitations.append(
-            f"cubes of {tensors[CONV].shape[2]} frames become patches: an image counts as that many equal frames"
-        )
+        depth = tensors[CONV].shape[2]
+        limitations.append(f"cubes of {depth} frames become patches: an image is treated as {depth} equal frames")
         tensors[CONV] = tensors[CONV].sum(2)
     return ImageTowers(tensors=tensors, extras=extras, limitations=tuple(limitations))
 
@@ -103,8 +101,8 @@ def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None
         say(f"weights: an image model; the embedding of a clip is the mean over its {settings.num_frames} frames")
     elif TEMPORAL_EMBEDDING not in tensors:
         say(
-            f"weights: an image model; here, its tower attends to the patches of all {settings.num_frames} frames at "
-            "once; use --num-frames 1 for the original image model"
+            "weights: an image model; in clipmill, its tower attends to the patches of all "
+            f"{settings.num_frames} frames together; use --num-frames 1 for the original image model"
         )
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(settings=settings, shape=ModelShape(size=size, image_px=settings.size_px))
@@ -116,21 +114,21 @@ def exported_clip(request: ExportRequest) -> Export:
     Raises:
         UserError: The format cannot represent the towers.
     """
-    form, settings, log_scale = request.form, request.settings, request.logits.log_scale
-    if form in PROGRAM_FORMATS:
+    format_name, settings, log_scale = request.format_name, request.settings, request.logits.log_scale
+    if format_name in PROGRAM_FORMATS:
         return _exported_video_tower(request)
     if settings.towers.image is not None:
         return _exported_library(request)
-    require_format(form, ("open_clip", "hf", *PROGRAM_FORMATS), what="a dual encoder")
+    require_format(format_name, ("open_clip", "hf", *PROGRAM_FORMATS), what="a dual encoder")
     if settings.towers.text is not None:
         raise UserError(
-            f"the text tower is {settings.towers.text}, but --format {form} needs the text tower of CLIP",
-            hint="use --format torch or onnx, which hold only the video tower",
+            f"the text tower is {settings.towers.text}, but --format {format_name} needs the text tower of CLIP",
+            hint="use --format torch or onnx to export only the video tower",
             flags=("--format",),
         )
     if (kind := kind_of(settings.towers)) != "clip":
         raise UserError(
-            f"the video tower has the kind {kind}, but --format {form} needs the image tower of CLIP",
+            f"the video tower is of kind {kind}, but --format {format_name} needs the image tower of CLIP",
             hint="use --format torch or onnx, which support every video tower",
             flags=("--format",),
         )
@@ -142,13 +140,13 @@ def exported_clip(request: ExportRequest) -> Export:
         remarks.append(
             "the loss had no single temperature: the exported temperature is 0.07, the initial value of CLIP"
         )
-    if form == "hf":
+    if format_name == "hf":
         remarks.append(TOKENIZER_REMARK)
     scale = torch.tensor(_CLIP_LOGIT_SCALE if log_scale is None else log_scale)
     tensors = {**towers.tensors, LOGIT_SCALE: scale}
 
     def write(folder: Path) -> None:
-        if form == "open_clip":
+        if format_name == "open_clip":
             file = folder / "open_clip_model.safetensors"
             save_tensors(to_open_clip(tensors), file)
             save_json(folder / "open_clip_config.json", open_clip_config(size, settings.init, image_px=side_px))
@@ -170,7 +168,7 @@ def _exported_library(request: ExportRequest) -> Export:
     """Export towers in the format of the image tower's library, and all other tensors to a separate file."""
     settings = request.settings
     library, _, name = settings.towers.image.partition(":")
-    require_format(request.form, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
+    require_format(request.format_name, (library, *PROGRAM_FORMATS), what=f"{library}'s tower {name}")
     log_scale = request.logits.log_scale
     scale = torch.tensor(_CLIP_LOGIT_SCALE if log_scale is None else log_scale)
     towers = LibraryTowers(
@@ -187,7 +185,7 @@ def _exported_library(request: ExportRequest) -> Export:
 
     part_names = sorted({name.split(".")[0] for name in request.weights if not name.startswith("video.model.")})
     remarks = (
-        (f"parts of {', '.join(part_names)} that {library} cannot hold are in {EXTRAS_FILE}",) if part_names else ()
+        (f"tensors of {', '.join(part_names)} that {library} cannot store are in {EXTRAS_FILE}",) if part_names else ()
     )
     return Export(write=write, remarks=remarks, model_input="" if settings.num_frames == 1 else "single images")
 
@@ -235,7 +233,7 @@ def _require_clip(weights: Tensors) -> None:
         raise UserError(
             "the video tower has LaViLa's divided attention over time and space, but --format open_clip and hf need an "
             "image tower",
-            hint="use the file itself: train eval, train embed and load_model read it",
+            hint="use the weights without exporting them: train eval, train embed and load_model read them",
         )
     if weights[CONV].shape[1] != _RGB:
         raise UserError(

@@ -32,8 +32,8 @@ class RetrievalScores:
     """Scores of retrieval in one direction.
 
     Attributes:
-        recall: Fraction of queries with a rank of at most k, by k.
-        chance: Expected recall of random rankings, by k.
+        recall: Fraction of queries with a rank of at most k, for each k.
+        chance: Expected recall of random rankings, for each k.
         median_rank: Median of the ranks of all queries.
         chance_median_rank: Expected median rank of random rankings.
     """
@@ -74,7 +74,7 @@ def score_retrieval(
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
     """Multiply each similarity by its softmax over all queries (Cheng et al. 2021); return float64 [Q, G].
 
-    The computation takes 16 bytes per pair of query and item. In float32, most weights would be 0, and many scores
+    The computation takes 16 bytes per query-item pair. In float32, most weights would underflow to 0, and many scores
     would be equal.
     """
     scores_QG = similarity_QG.astype(np.float64)
@@ -99,14 +99,14 @@ def _score_ranks(similarity_QG: NDArray[np.floating], is_right_QG: NDArray[np.bo
     # Chance increases with k. The chance level of the median rank is the smallest k at which the expected recall
     # reaches 1/2.
     depths = range(1, gallery_size + 1)
-    median = bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right, k))
+    median_index = bisect_left(depths, 0.5, key=lambda k: _mean_chance(gallery_size, num_right, k))
     return RetrievalScores(
         num_queries=num_queries,
         gallery_size=gallery_size,
         recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
         chance={k: _mean_chance(gallery_size, num_right, k) for k in RECALL_AT},
         median_rank=float(np.median(rank_Q)),
-        chance_median_rank=float(depths[median]),
+        chance_median_rank=float(depths[median_index]),
     )
 
 
@@ -122,7 +122,8 @@ def chance(gallery_size: int, num_right: int, k: int) -> float:
 
 
 def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
-    """Return the mean of `chance` over the queries, which is computed once per distinct number of correct items."""
+    """Return the mean of `chance` over the queries."""
+    # Compute `chance` once for each distinct number of correct items.
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
@@ -131,7 +132,7 @@ def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> f
 # Multi-instance retrieval (MIR) in EPIC-KITCHENS-100: graded mAP and nDCG, in both directions.
 #
 # A clip may have many relevant sentences, each with a relevancy in [0, 1] (clipmill.train.data.relevancy). Let rel_k be
-# the relevancy of the item at rank k in the ranking of a query:
+# the relevancy of the item at rank k in a query's ranking:
 #
 #     AP    mean of (rel_1 + ... + rel_k) / k over the ranks k at which rel_k = 1
 #     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same sum for the best ranking;
@@ -146,18 +147,18 @@ def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> f
 # order of such items depends on the sorting algorithm.
 
 
-_BLOCK_VALUES = 1 << 22  # number of pairs per block, whose arrays take at most a few hundred megabytes
+_BLOCK_VALUES = 1 << 22  # number of pairs per block; a block takes at most a few hundred megabytes
 
 MIR_PROTOCOL = (
-    "mAP: precision sums graded relevancy and is averaged at ranks of relevancy 1; "
-    "nDCG: linear gain, log2(rank + 1), cut at the number of items with relevancy above 0; "
+    "mAP: precision with graded relevancy, averaged over the ranks of items with relevancy 1; "
+    "nDCG: linear gain, log2(rank + 1) discount, cut off at the number of items with relevancy above 0; "
     "ties count against the model"
 )
 
 
 @dataclass(frozen=True)
 class MirScores:
-    """Scores of multi-instance retrieval in one direction. A mean is None if no query has the metric.
+    """Scores of multi-instance retrieval in one direction. A mean is None if no query has a value.
 
     Attributes:
         mean_ap, ndcg: Means of AP and nDCG over the queries, in [0, 1].
@@ -177,8 +178,8 @@ class MirScores:
 
 
 @dataclass(frozen=True)
-class MultiInstance:
-    """Scores in both directions, and their means over the directions, by which the challenge ranks models."""
+class MirResult:
+    """Scores in both directions. The challenge ranks models by the means over the two directions."""
 
     video_to_text: MirScores
     text_to_video: MirScores
@@ -196,7 +197,7 @@ class MultiInstance:
         return {"protocol": MIR_PROTOCOL, **asdict(self), "average": {"mean_ap": self.mean_ap, "ndcg": self.ndcg}}
 
 
-def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MultiInstance:
+def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MirResult:
     """Score the similarities of N clips and M sentences.
 
     Raises:
@@ -204,7 +205,7 @@ def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> Mult
     """
     if similarity_NM.shape != relevancy.shape:
         raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
-    return MultiInstance(
+    return MirResult(
         video_to_text=_score_relevancies(similarity_NM, relevancy),
         text_to_video=_score_relevancies(similarity_NM.T, relevancy.transpose()),
     )
@@ -214,7 +215,7 @@ def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the AP of each query, [Q]; NaN if no relevancy is 1.
 
     Args:
-        ranked_QG: Relevancies of the items in the order of the query's ranking.
+        ranked_QG: Relevancies of the items, in the order of each query's ranking.
     """
     rank = np.arange(1, ranked_QG.shape[1] + 1)
     precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / rank, 0)
@@ -226,7 +227,7 @@ def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the nDCG of each query, [Q]; NaN if all its relevancies are 0.
 
     Args:
-        ranked_QG: Relevancies of the items in the order of the query's ranking.
+        ranked_QG: Relevancies of the items, in the order of each query's ranking.
     """
     best_QG = -np.sort(-ranked_QG, axis=1)
     return _divide(_dcg(ranked_QG), _dcg(best_QG))
@@ -234,8 +235,8 @@ def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     rank = np.arange(1, ranked_QG.shape[1] + 1)
-    counts_QG = rank <= (ranked_QG > 0).sum(axis=1, keepdims=True)
-    gain: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * counts_QG).sum(axis=1)
+    is_counted_QG = rank <= (ranked_QG > 0).sum(axis=1, keepdims=True)
+    gain: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * is_counted_QG).sum(axis=1)
     return gain
 
 
@@ -271,8 +272,8 @@ def _score_relevancies(similarity_QG: NDArray[np.floating], relevancy: Relevancy
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the expected AP of each query for a random ranking, [Q]; NaN if no relevancy is 1.
 
-    An item of relevancy 1 is equally likely at each rank k. The expected relevancy of the items before it is the mean
-    relevancy of all other items.
+    An item of relevancy 1 is equally likely at each rank k. The expected relevancy of each item ranked before this item
+    is the mean relevancy of all other items.
     """
     size = relevancy_QG.shape[1]
     mean_inverse_rank = (1 / np.arange(1, size + 1)).sum() / size

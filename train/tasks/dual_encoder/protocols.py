@@ -1,11 +1,11 @@
-"""Embeddings of a split on all ranks, and named protocols of text-video retrieval, which score them.
+"""Embeddings of a split from all ranks, and named text-video retrieval protocols that score these embeddings.
 
 Each rank embeds a part of the split; `gather_embeddings` gathers the embeddings on every rank, in the order of the
 samples.
 
 A protocol defines the texts, the clips and the correct pairs of a published benchmark. Data that do not fit the
-protocol are rejected. Data with only a part of the protocol's videos are scored, and the result is marked as
-incomplete. docs/evaluation.md lists the sources, and the differences from public code.
+protocol are rejected. Data with only some of the protocol's videos are scored, and the result is marked as incomplete.
+docs/evaluation.md lists the sources, and the differences from public code.
 
 Shape suffixes: B samples in a batch, L views of these samples, C channels, F frames of all views of a sample, T frames
 per view, H height, W width, E width of the embeddings, N clips, M distinct texts.
@@ -88,8 +88,8 @@ def embed_all(
     """Embed all batches of this rank with a model in evaluation mode.
 
     Args:
-        num_clips: Number of temporal views per clip, whose frames follow one another in a batch. The embedding of a
-            clip is the normalised mean of the unit-length embeddings of its views.
+        num_clips: Number of temporal views per clip. The frames of the views follow one another in a batch. The
+            embedding of a clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
         FailedWork: An embedding is not finite.
@@ -145,23 +145,23 @@ def embed_texts(
 
 
 def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return a hash of each text, int64 [N], which is computed from its tokens or its stored embedding."""
+    """Return a hash of each text's tokens or stored embedding, int64 [N]."""
     rows = np.ascontiguousarray(text_NX)
     digests = (hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows)
     return np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number the distinct texts in the order in which they first occur.
+    """Index the distinct texts in the order in which they first occur.
 
     Returns:
-        Row in which each distinct text first occurs, [M], and the number of each row's text, [N].
+        Row in which each distinct text first occurs, [M], and the index of each row's distinct text, [N].
     """
     _, first_rows, key_index = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first_rows)
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    return first_rows[order], number[key_index.reshape(-1)]
+    text_index = np.empty_like(order)
+    text_index[order] = np.arange(len(order))
+    return first_rows[order], text_index[key_index.reshape(-1)]
 
 
 def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.device) -> Embeddings:
@@ -194,10 +194,10 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
 
 
 CLIP_BENCHMARK: RetrievalName = "clip-benchmark"  # the only protocol for images
-EGOMCQ: ProtocolName = "egomcq"  # also the name of the source of EgoMCQ's clips in the manifest
+EGOMCQ: ProtocolName = "egomcq"  # also the source of EgoMCQ's clips in the manifest
 _TIES = "ties count against the model"
-_OWN_TEXTS_RULE = f"only a video's own texts are correct for it, even where two videos have equal texts; {_TIES}"
-_HINT = "use --protocol retrieval (in training --evaluate.protocol), or the data of this benchmark"
+_OWN_TEXTS_RULE = f"only a video's own texts are correct for the video, even if two videos have equal texts; {_TIES}"
+_HINT = "use --protocol retrieval (during training: --evaluate.protocol), or the data of this benchmark"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class RetrievalProtocol:
     """A protocol of text-video retrieval.
 
     Attributes:
-        title: Title of the table of results.
+        title: Title of the results table.
         definition: Description of queries, galleries and correct pairs, with the source.
         num_videos: Number of videos in the test set; None if it is not fixed.
         num_captions: Number of captions per video; None if it is not fixed.
@@ -220,35 +220,35 @@ class RetrievalProtocol:
 PROTOCOLS: dict[str, RetrievalProtocol] = {
     "retrieval": RetrievalProtocol(
         "Text-video retrieval",
-        "text to video: each distinct text among all clips, any clip with that text is correct; "
-        f"video to text: each clip among the distinct texts; {_TIES}",
+        "text to video: each distinct text queries all clips, and any clip with this text is correct; "
+        f"video to text: each clip queries the distinct texts; {_TIES}",
     ),
     "msrvtt-1ka": RetrievalProtocol(
         "MSR-VTT 1k-A retrieval",
-        "MSR-VTT 1k-A (Yu et al. 2018): 1,000 videos with one caption each; text to video: each caption among all "
-        f"videos; video to text: each video among all captions; {_OWN_TEXTS_RULE}",
+        "MSR-VTT 1k-A (Yu et al. 2018): 1,000 videos with one caption each; text to video: each caption queries all "
+        f"videos; video to text: each video queries all captions; {_OWN_TEXTS_RULE}",
         num_videos=1000,
         num_captions=1,
     ),
     "paragraph": RetrievalProtocol(
         "Video-paragraph retrieval",
-        "as Zhang et al. 2018: the sentences of a video, joined in order of time, are its text, and the whole "
-        "video is its clip; text to video: each paragraph among all videos; video to text: each video among all "
-        f"paragraphs; {_OWN_TEXTS_RULE}",
+        "as in Zhang et al. 2018: the text of a video is the paragraph of its sentences in temporal order, and the "
+        "clip is the complete video; text to video: each paragraph queries all videos; video to text: each video "
+        f"queries all paragraphs; {_OWN_TEXTS_RULE}",
     ),
     "vatex": RetrievalProtocol(
         "VATEX retrieval",
         "VATEX (Wang et al. 2019; test split of Chen et al. 2020): 1,500 videos with ten captions each; text to video: "
-        "each caption among all videos; video to text: each video among all captions, by the best of its own ten; "
-        f"{_OWN_TEXTS_RULE}",
+        "each caption queries all videos; video to text: each video queries all captions, and its best own caption "
+        f"determines the rank; {_OWN_TEXTS_RULE}",
         num_videos=1500,
         num_captions=10,
     ),
     CLIP_BENCHMARK: RetrievalProtocol(
         "Image-text retrieval",
-        "as CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption among "
-        "all images; image to text: each image among all captions, by the best of its own; "
-        f"{_OWN_TEXTS_RULE.replace('video', 'image')}",
+        "as in CLIP_benchmark: each line of an image's txt is a caption; text to image (text → video): each caption "
+        "queries all images; image to text: each image queries all captions, and its best own caption determines the "
+        f"rank; {_OWN_TEXTS_RULE.replace('video', 'image')}",
     ),
 }
 
@@ -259,8 +259,8 @@ NAMED = (*(name for name in PROTOCOLS if name not in ("retrieval", CLIP_BENCHMAR
 
 def _dual_softmax_rule(temperature: float) -> str:
     return (
-        "cosines times their softmax over all queries of the test set together, of each item, at temperature "
-        f"{temperature:g} (Cheng et al. 2021); not comparable with plain recall, where a query is alone"
+        "cosines times their softmax over all queries of the test set, for each item, at temperature "
+        f"{temperature:g} (Cheng et al. 2021); not comparable with plain recall, which scores each query separately"
     )
 
 
@@ -270,7 +270,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
     For the protocol `paragraph`, the sentences of a video are joined into one caption.
 
     Args:
-        sources: Value of `--captions.sources`, whose first source is used. EgoMCQ has a fixed source.
+        sources: Value of `--captions.sources`. Only the first source is used. EgoMCQ has a fixed source.
 
     Raises:
         UserError: The captions do not fit the protocol.
@@ -282,13 +282,13 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
         raise no_captions(data_dir, split)
     # Decode the dictionaries, because the chunks of a column may have different dictionaries.
     for column_name in ("video_id", "source"):
-        number = captions.column_names.index(column_name)
-        captions = captions.set_column(number, column_name, captions[column_name].cast(pa.string()))
+        column_index = captions.column_names.index(column_name)
+        captions = captions.set_column(column_index, column_name, captions[column_name].cast(pa.string()))
     sources_of_split = pc.unique(captions["source"]).to_pylist()
     if name == EGOMCQ:
         if EGOMCQ not in sources_of_split:
             raise UserError(
-                f"split {split!r} of {data_dir} has no clips of EgoMCQ",
+                f"split {split!r} of {data_dir} contains no EgoMCQ clips",
                 hint="pass egomcq.json to prep manifest ego4d --annotations",
             )
         return captions.filter(pc.equal(captions["source"], EGOMCQ))
@@ -317,7 +317,7 @@ def image_captions(samples: Samples[Any]) -> pa.Table:
 
 
 def _find_misfit(captions: pa.Table, name: ProtocolName) -> str:
-    """Describe why captions do not fit a protocol; return "" if they fit. Videos or captions may be missing."""
+    """Describe why captions do not fit a protocol; return "" if they fit. Missing videos or captions are allowed."""
     counts = pc.value_counts(captions["video_id"].combine_chunks())
     captions_V, videos = counts.field("counts").to_numpy(), counts.field("values")
     has_times = len(captions.group_by(["video_id", "begin_s", "end_s"]).aggregate([])) > len(videos)
@@ -337,7 +337,7 @@ def _find_misfit(captions: pa.Table, name: ProtocolName) -> str:
 
 
 def _join_sentences(captions: pa.Table) -> pa.Table:
-    """Join the sentences of each video in order of time; return one caption per video, with the first sentence's ID."""
+    """Join each video's sentences in temporal order; return one caption per video, with the first sentence's ID."""
     order = [("begin_s", "ascending"), ("end_s", "ascending"), ("caption_id", "ascending")]
     columns = captions.select(["video_id", "begin_s", "end_s", "caption_id", "source", "text"])
     grouped = columns.sort_by(order).group_by(["video_id"], use_threads=False)
@@ -361,7 +361,7 @@ class Match:
     Attributes:
         is_right_NM: True if the clip and the text are a correct pair.
         clip_N: Rows of the clips in the embeddings, int64.
-        row_M: First row of the embeddings that has each text, int64.
+        row_M: First row of each text in the embeddings, int64.
         texts: Texts of a named protocol; None if the texts of the samples are used.
         incomplete: Description of the protocol's missing data; empty if no data are missing.
         notes: Remarks about the texts.
@@ -383,7 +383,7 @@ class RetrievalScorer:
     Attributes:
         name: Name of the protocol.
         captions: Captions of the protocol (`protocol_captions`); None for `retrieval`, which uses the samples' texts.
-        temperature: Temperature of dual softmax, which is an additional result; None for no dual softmax.
+        temperature: Temperature of the additional result with dual softmax; None to omit this result.
         context_length: Maximum number of tokens per text; None if unknown, so that truncated texts are not reported.
     """
 
@@ -399,7 +399,7 @@ class RetrievalScorer:
         return PROTOCOLS[self.name].definition + dual
 
     def describe_missing(self, num_videos: int) -> str:
-        """Describe the data that the protocol lacks if only `num_videos` are present; return "" if it lacks none."""
+        """Describe what is missing if only `num_videos` videos are present; return "" if nothing is missing."""
         num_texts = 0 if self.captions is None else len(self.captions)
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
@@ -454,7 +454,7 @@ class RetrievalScorer:
         if not len(clip_N):
             raise FailedWork(f"none of the clips of the protocol {self.name} could be decoded")
         caption_N = np.searchsorted(id_M, embeddings.caption_id[clip_N])
-        # With one caption per video, the captions have been embedded with the clips.
+        # With one caption per video, the captions have already been embedded with the clips.
         if len(np.unique(video_M)) == len(video_M):
             rows, text_ME = caption_N, embeddings.text[clip_N]
         else:
@@ -493,7 +493,7 @@ def _notes(texts: tuple[str, ...], *, source: str, context_length: int | None) -
     num_equal = len(texts) - len(set(texts))
     notes = [f"captions of source {source}"]
     if num_equal:
-        notes.append(f"{count_noun(num_equal, 'text')} equal to an earlier text")
+        notes.append(f"{count_noun(num_equal, 'duplicate text')}")
     if num_truncated:
         notes.append(
             f"{count_noun(num_truncated, 'text')} with {context_length} tokens or more, truncated to {context_length}"

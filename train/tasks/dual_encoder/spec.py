@@ -42,13 +42,13 @@ TEMPERATURE = Range(1e-4, 1e4)
 _SOFTMAX, _RANKS = "_dual_softmax", ("median_rank",)
 
 
-def _retrieval_numbers(kind: str = "", *, numbers: tuple[str, ...] = ("r1", "r5", "r10", *_RANKS)) -> tuple[str, ...]:
-    return tuple(f"{way}{kind}_{number}" for way in ("text_to_video", "video_to_text") for number in numbers)
+def _retrieval_metrics(kind: str = "", *, metrics: tuple[str, ...] = ("r1", "r5", "r10", *_RANKS)) -> tuple[str, ...]:
+    return tuple(f"{way}{kind}_{metric}" for way in ("text_to_video", "video_to_text") for metric in metrics)
 
 
 # Metrics that each protocol logs during training.
-_NUMBERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_numbers()),
+_METRICS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(RETRIEVAL_NAMES, _retrieval_metrics()),
     "mir": tuple(
         f"{direction}_{name}"
         for direction in ("average", "video_to_text", "text_to_video")
@@ -63,7 +63,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 class DualEncoderEvaluation(EvaluationSettings):
     """Evaluation of a dual encoder during training."""
 
-    lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_numbers(kind, numbers=_RANKS))
+    lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_metrics(kind, metrics=_RANKS))
 
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same
@@ -79,7 +79,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     """mir: CSV file whose `narration` column lists the sentences of --evaluate.relevancy, in the order of the matrix's
     columns."""
     questions: Annotated[Path | None, EVERY] = None
-    """egomcq: file with the questions (egomcq.json)."""
+    """egomcq: question file (egomcq.json)."""
     classes: Annotated[Path | None, EVERY] = None
     """zero-shot: text file with one class per line. Default: the labels of the captions."""
     templates: Annotated[Path | None, EVERY] = None
@@ -92,10 +92,10 @@ class DualEncoderEvaluation(EvaluationSettings):
         """Return the names of the metrics that the protocol logs, including metrics with dual softmax."""
         protocol = data.protocol or self.protocol
         has_softmax = self.dual_softmax is not None and protocol in RETRIEVAL_NAMES
-        return _NUMBERS.get(protocol, ()) + (_retrieval_numbers(_SOFTMAX) if has_softmax else ())
+        return _METRICS.get(protocol, ()) + (_retrieval_metrics(_SOFTMAX) if has_softmax else ())
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags that apply only to protocols which no evaluation uses."""
+        """Yield an error for each flag whose protocols are not used by any evaluation."""
         try:
             protocols_in_use = {data.protocol or self.protocol for data in self.evaluated_data()}
         except UserError:
@@ -150,7 +150,7 @@ class DualEncoderSettings(LatentSettings):
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. trained: train a text tower; frozen: use stored embeddings, made by prep text, instead."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
-    """Choice of the caption for a sample."""
+    """Choice of each sample's caption."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
     """Contrastive loss."""
     evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
@@ -202,7 +202,7 @@ class ClipFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     clips: Annotated[int, Range(1, MAX_CLIPS)] = 1
-    """Number of temporal views per clip, whose embeddings are averaged. Latents have a single view."""
+    """Number of temporal views per clip. The embeddings of the views are averaged. Latents have a single view."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class RetrievalFlags(ClipFlags):
 
     protocol: RetrievalName = "retrieval"
     """Protocol that defines the texts, clips and correct pairs. retrieval: all captions of the split; other protocols:
-    the rules of a benchmark, which reject data that do not fit."""
+    the rules of a benchmark. Data that do not fit the rules are rejected."""
     dual_softmax: Annotated[float | None, TEMPERATURE] = None
     """Also report recall with dual softmax, in separate rows. The value is the temperature by which cosine similarities
     are divided. Dual softmax uses all queries of the test set together."""
@@ -246,7 +246,7 @@ class EgoMcqFlags(ClipFlags):
     """Flags of `train eval egomcq`."""
 
     questions: Path | None = None
-    """File with the questions (egomcq.json), the same file that prep manifest ego4d has read. Required."""
+    """Question file (egomcq.json). Required. Use the file that was passed to prep manifest ego4d."""
 
     def evaluation(self) -> DualEncoderEvaluation:
         """Return these flags as the settings of an evaluation during training."""
@@ -335,7 +335,7 @@ def egomcq_table(result: dict[str, Any]) -> Table:
     rows = (Row("accuracy", sizes, cells),)
     protocol = protocol_of(result, sizes, questions=result["questions"])
     question_count = result["inter"]["num_questions"], f"{kinds['inter']} question"
-    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol, means_of=question_count)
+    return Table("EgoMCQ", tuple(kinds.values()), rows, protocol, averaged_items=question_count)
 
 
 def zero_shot_table(result: dict[str, Any]) -> Table:

@@ -1,7 +1,7 @@
 """Task `train dual-encoder`: samples, model, contrastive loss and initial weights of a CLIP-style dual encoder.
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
-Initial weights determine the towers, normalisation, widths, context length and temperature.
+If a run starts from existing weights, they determine the towers, normalisation, widths, context length and temperature.
 """
 
 import math
@@ -75,7 +75,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def samples_of(self, evaluation: DualEncoderEvaluation, world: World, *, num_clips: int = 1) -> "FolderSamples":
-        """Open this rank's part of the clips and captions that the protocol of an evaluation needs.
+        """Open this rank's part of the clips and captions that an evaluation's protocol needs.
 
         Args:
             num_clips: Number of temporal views per clip.
@@ -131,7 +131,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         Args:
             num_clips: Number of temporal views per clip, for evaluations.
             each_caption: True to create a separate sample for each caption (`open_captioned_clips`).
-            table: Captions of a protocol, which replace the captions of the manifest.
+            table: Captions of a protocol, used instead of the captions in the manifest.
 
         Raises:
             UserError: The split is empty, or the data do not fit the settings.
@@ -166,7 +166,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """Build both towers for the resolution of `samples`, with the size of the settings."""
+        """Build both towers with the configured size, for the resolution of `samples`."""
         settings, shape = self._settings, self._shape
         if shape is None:
             size = size_of(settings.model, settings.towers)
@@ -225,7 +225,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
                 task, samples, task._settings, evaluation=evaluation, name=data.name, device=self._device
             )
         self.record_evaluation(
-            data, samples, averaged_items=loop_evaluation.means_of, protocol=loop_evaluation.protocol
+            data, samples, averaged_items=loop_evaluation.averaged_items, protocol=loop_evaluation.protocol
         )
         return loop_evaluation
 
@@ -234,7 +234,7 @@ def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> Datas
     """Return the size of the training set; None if the loss has no per-sample state.
 
     Raises:
-        UserError: The loss has per-sample state, but the samples are a stream, which has no IDs.
+        UserError: The loss has per-sample state, but the samples are a stream without IDs.
     """
     if not settings.loss.spec.is_global:
         return None
@@ -256,7 +256,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     """Return the settings with the values that initial weights determine: towers, normalisation, width, temperature.
 
     Raises:
-        UserError: The weights need a feature that the towers do not have, or the task does not support the tower.
+        UserError: The weights need a feature that the towers lack, or the task does not support the tower.
     """
     if source is None or source.kind != LIBRARY:  # with weights from a library, the settings already name the towers
         kind = kind_of(settings.towers)
@@ -291,7 +291,7 @@ def with_source_towers(settings: DualEncoderSettings, source: Source | None, *, 
     """Return the settings with the activation, epsilon, normalisation and context length that the weights require.
 
     Raises:
-        UserError: The weights need a feature that the towers do not have.
+        UserError: The weights need a feature that the towers lack.
     """
     if source is None:
         return effective_clip_settings(settings, None, say=say)
@@ -312,7 +312,7 @@ def with_source_towers(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the temperature of the weights if the loss starts from it; otherwise, print the reason and return None."""
+    """Return the temperature of the weights; print why and return None if the loss does not start from it."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None
@@ -330,5 +330,5 @@ def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> 
     else:
         return max(source_temperature, loss.min_temperature)
     if reason:
-        say(f"weights: their temperature of {source_temperature:.4g} is not used: {reason}")
+        say(f"weights: temperature {source_temperature:.4g} is not used: {reason}")
     return None

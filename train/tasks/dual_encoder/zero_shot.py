@@ -21,7 +21,7 @@ Datasets of CLIP_benchmark (LAION) are image tars with the class and template fi
     DIR/test/0.tar, 1.tar, ...                   images with `cls`, the number of the class, or `txt`, with one caption
                                                  per line (clipmill.train.tasks.dual_encoder.protocols)
 
-Two of their classes may have the same name (ImageNet has two "sunglasses"), so they are identified by number.
+Two classes of a dataset may have the same name (ImageNet has two "sunglasses"), so classes are identified by number.
 """
 
 from dataclasses import asdict, dataclass
@@ -58,9 +58,9 @@ PLAIN_TEMPLATE = "{}"
 # Names of the files that CLIP_benchmark stores next to its tars.
 _CLASSES_FILE, _TEMPLATES_FILE = "classnames.txt", "zeroshot_classification_templates.txt"
 PROTOCOL = (
-    "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
-    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean; "
-    "majority baseline: always the most frequent classes of these clips; chance: one of all classes at random"
+    "class embedding: normalised mean of the unit-length embeddings of the prompts; prediction: nearest class by "
+    "cosine; ties count against the model; mean class accuracy: mean top-1 accuracy of all classes that have clips; "
+    "majority baseline: always the most frequent classes of these clips; chance: a random class"
 )
 
 
@@ -70,11 +70,11 @@ class ClassPrompts:
 
     Attributes:
         names: Names of each class, at least one per class.
-        templates: Prompts in which {} stands for a name.
+        templates: Prompt templates; {} stands for a name.
         caption_ids: IDs of the captions that have a class, int64 [N], ascending.
         class_of_N: Class of each of these captions, int64.
         source: Description of the source of the classes.
-        num_without: Number of captions in the split that have no class.
+        num_without_class: Number of captions in the split that have no class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -82,15 +82,15 @@ class ClassPrompts:
     caption_ids: NDArray[np.int64]
     class_of_N: NDArray[np.int64]
     source: str
-    num_without: int
+    num_without_class: int
 
     def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
         """Return all prompts (every name of every class in every template), and the class of each prompt, int64."""
         texts, classes = [], []
-        for number, names in enumerate(self.names):
+        for class_number, names in enumerate(self.names):
             for name in names:
                 texts += [template.replace("{}", name) for template in self.templates]
-                classes += [number] * len(self.templates)
+                classes += [class_number] * len(self.templates)
         return texts, np.array(classes, np.int64)
 
 
@@ -102,7 +102,7 @@ def open_class_prompts(
     Args:
         classes: Class file; None for the labels of the captions.
         templates: Template file; None for the bare names.
-        label: Name of the label; None for the only label, if there is any.
+        label: Name of the label; None for the only label, if any.
 
     Raises:
         UserError: A file cannot be read, the label does not exist or is ambiguous, or no caption has a class.
@@ -113,7 +113,7 @@ def open_class_prompts(
     field_name = "text" if label is None else f"label_{label}"
     is_action = label == ACTION
     labels = class_names_of(captions, label=ACTION) if is_action else captions[field_name]
-    num_all = captions.num_rows
+    num_captions = captions.num_rows
     has_label = pc.is_valid(labels)
     captions, labels = captions.filter(has_label), labels.filter(has_label).combine_chunks()
     if classes is None:
@@ -126,18 +126,19 @@ def open_class_prompts(
         source = f"{count_noun(len(names), 'class', 'classes')} of {classes.name}, by the captions' {field_name}"
     has_class = class_of_N >= 0
     if not has_class.any():
-        example = f", such as {labels[0].as_py()!r}" if len(labels) else ""
+        example = f" (such as {labels[0].as_py()!r})" if len(labels) else ""
         raise UserError(
-            f"no caption of split {split!r} has a class: none of their {field_name}{example} is among "
+            f"no caption of split {split!r} has a class: no {field_name}{example} is among the "
             + count_noun(len(names), "class", "classes"),
             hint="use --classes FILE with the names that the captions contain, or --label",
         )
     caption_ids = captions["caption_id"].to_numpy()[has_class]
-    return ClassPrompts(names, prompt_templates, caption_ids, class_of_N[has_class], source, num_all - len(caption_ids))
+    num_without_class = num_captions - len(caption_ids)
+    return ClassPrompts(names, prompt_templates, caption_ids, class_of_N[has_class], source, num_without_class)
 
 
 def image_classes(pattern: str, classes: Path | None) -> ClassList:
-    """Return the classes of image tars, which the tars' `cls` members identify by number.
+    """Return the classes of image tars. The `cls` members of the tars contain class numbers.
 
     Args:
         pattern: Paths of the tars, as in `--shards`.
@@ -152,7 +153,7 @@ def image_classes(pattern: str, classes: Path | None) -> ClassList:
 
 
 def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEvaluation) -> ClassPrompts:
-    """Return the classes and prompts for images whose labels are `image_classes`.
+    """Return the classes and prompts for images with the labels of `image_classes`.
 
     Raises:
         UserError: See `image_classes`; or a label other than `class` was requested.
@@ -162,7 +163,7 @@ def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEnc
     if evaluation.label not in (None, LABEL):
         raise UserError(
             f"images in tars have no label {evaluation.label!r}",
-            hint=f"omit it, or use {LABEL}, the class number in cls",
+            hint=f"omit it, or use {LABEL} (the class number in cls)",
         )
     classes, templates = evaluation.classes, evaluation.templates
     names = _read_class_names(pattern, classes)
@@ -178,12 +179,12 @@ def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEnc
 def _read_class_names(pattern: str, classes: Path | None) -> list[str]:
     path = classes or _find_file_near_tars(pattern, _CLASSES_FILE)
     if path is None:
-        problem = f"there is no {_CLASSES_FILE} next to the tars {pattern}, nor in the folder above"
+        problem = f"{_CLASSES_FILE} is neither in the folder of the tars {pattern} nor in the parent folder"
         if is_remote(pattern):
-            problem = f"{_CLASSES_FILE} is not looked for next to the remote tars {pattern}"
+            problem = f"{_CLASSES_FILE} cannot be read from the folder of the remote tars {pattern}"
         raise UserError(
             problem,
-            hint="use --classes FILE (in training --evaluate.classes), with one class per line",
+            hint="use --classes FILE (during training: --evaluate.classes), with one class per line",
         )
     names = [line.strip() for line in text_lines(path)]
     if not any(names):
@@ -192,7 +193,7 @@ def _read_class_names(pattern: str, classes: Path | None) -> list[str]:
 
 
 def _find_file_near_tars(pattern: str, name: str) -> Path | None:
-    """Find a file in the folder of the tars or in its parent; None if there is no such file, or the tars are remote."""
+    """Return the path of a file in the tars' folder or its parent; None if it is missing or the tars are remote."""
     from clipmill.train.data.tar_samples import expand
 
     if is_remote(pattern):
@@ -205,15 +206,15 @@ def read_templates(path: Path) -> tuple[str, ...]:
     """Read prompt templates from a file.
 
     Raises:
-        UserError: The file cannot be read, has no template, or a template has no {}.
+        UserError: The file cannot be read or contains no templates, or a template lacks {}.
     """
     # CLIP_benchmark uses {c} as the placeholder.
     lines = [line.strip().replace("{c}", "{}") for line in text_lines(path) if line.strip()]
     for line in lines:
         if "{}" not in line:
-            raise UserError(f"{path}: the template {line!r} has no {{}}", hint="write {} for the name of the class")
+            raise UserError(f"{path}: template {line!r} does not contain {{}}", hint="write {} for the class name")
     if not lines:
-        raise UserError(f"{path} has no template", hint="write one template per line, such as: a video of {}")
+        raise UserError(f"{path} contains no templates", hint="write one template per line, such as: a video of {}")
     return tuple(lines)
 
 
@@ -228,12 +229,12 @@ def _choose_label(captions: pa.Table, label: str | None, *, is_required: bool) -
     if len(names) > 1:
         raise UserError(
             "the captions have several labels, but zero-shot classification needs one",
-            hint=f"use --label (in training --evaluate.label) with one of: {', '.join(names)}",
+            hint=f"use --label (during training: --evaluate.label) with one of: {', '.join(names)}",
         )
     if not names and is_required:
         raise UserError(
             "the captions have no labels",
-            hint="use --classes FILE (in training --evaluate.classes), with the captions' texts as names",
+            hint="use --classes FILE (during training: --evaluate.classes), with the captions' texts as class names",
         )
     return names[0] if names else None
 
@@ -246,8 +247,8 @@ def _classes_from_labels(
     if are_names:
         return tuple((str(value),) for value in values), class_of_N
     names: list[dict[str, None]] = [{} for _ in values]
-    for number, text in zip(class_of_N.tolist(), texts.to_pylist(), strict=True):
-        names[number][text] = None
+    for class_number, text in zip(class_of_N.tolist(), texts.to_pylist(), strict=True):
+        names[class_number][text] = None
     return tuple(tuple(texts_of_class) for texts_of_class in names), class_of_N
 
 
@@ -269,9 +270,9 @@ class ZeroShot:
         num_clips: Number of clips with a class.
         num_classes: Number of classes to choose from.
         num_classes_seen: Number of classes that have clips.
-        top: Fraction of clips whose class is among the first k, by k.
-        chance: Expected fraction for random guesses among all classes, by k.
-        mean_class_accuracy: Mean of the top-1 accuracies within each class that has clips.
+        top: Fraction of clips whose class is among the first k, for each k.
+        chance: Expected fraction for random guesses among all classes, for each k.
+        mean_class_accuracy: Mean of the top-1 accuracies of all classes that have clips.
     """
 
     num_clips: int

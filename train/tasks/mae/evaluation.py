@@ -1,10 +1,10 @@
 """Evaluation of the reconstruction of masked cubes: the loss on the clips of a split, and images for the results page.
 
 The model predicts the values of each masked cube, normalised per channel by their mean and standard deviation
-(clipmill.train.tasks.mae.task). To show an image, these statistics must be estimated: they are averages over the clip's
-visible cubes with weights 1 / d^4, where d is the distance between two cubes, counted in cubes along time, height and
-width. Therefore the images do not depend on the values of the masked cubes. Published images often use the statistics
-of the masked cubes; docs/mae.md discusses the consequences.
+(clipmill.train.tasks.mae.task). To show an image, these statistics must be estimated. The estimates are averages over
+the clip's visible cubes with weights 1 / d^4, where d is the distance between two cubes, counted in cubes along time,
+height and width. Therefore the images do not depend on the values of the masked cubes. Published images often use the
+statistics of the masked cubes; docs/mae.md discusses the consequences.
 
 Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes per clip, M masked cubes per clip, R masked
 cubes of all clips, V values of a cube in one channel, K values of a cube in all channels (V * C, channels last), G
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.formatting import count_noun
 from clipmill.shards.pages.figures import evenly_spaced_items, jpeg_uri, middle_items, png_uri
 from clipmill.train.data.batch import to_device
 from clipmill.train.data.latents.segments import FALSE_COLOUR_STDS
@@ -70,7 +69,7 @@ class ReconstructionResult:
 
     Attributes:
         loss: Mean squared error of the normalised values of all masked cubes.
-        flat_loss: Loss of predicting the mean of each cube.
+        flat_loss: Loss if each prediction is the mean of its cube.
         num_samples: Number of evaluated clips.
         failed: Samples that could not be decoded.
         clips: Clips to display.
@@ -129,8 +128,8 @@ def evaluate_reconstruction(
         batch = to_device(loaded.batch, device)
         for start in range(0, len(batch["position"]), _CLIPS_PER_PASS):
             rows = slice(start, start + _CLIPS_PER_PASS)
-            clips_BCTHW, numbers_B = masked.inputs(batch, rows), batch["position"][rows]
-            masked_BN = masking.draw(numbers_B, device=device, is_training=False).masked_BN
+            clips_BCTHW, sample_B = masked.inputs(batch, rows), batch["position"][rows]
+            masked_BN = masking.draw(sample_B, device=device, is_training=False).masked_BN
             num_masked = masking.counts.num_masked
             targets_BMV = masked.targets(clips_BCTHW, predicted_cubes(masked_BN, count=num_masked))
             with autocast():
@@ -140,15 +139,15 @@ def evaluate_reconstruction(
                 [(values_BMV - targets_BMV).square().mean((1, 2)), targets_BMV.square().mean((1, 2))], dim=1
             ).double()
             losses.append(losses_B2.cpu())
-            for row, number in enumerate(numbers_B.tolist()):
-                if number in display.samples:
+            for row, sample in enumerate(sample_B.tolist()):
+                if sample in display.samples:
                     clip = slice(row, row + 1)
                     tensors = clips_BCTHW[clip], values_BMV[clip], masked_BN[clip]
                     frames = _render_frames(*tensors, size=masked.size, display=display)
                     key = batch["key"][start + row]
-                    clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
+                    clips.append(ReconstructedClip(sample, key, losses_B2[row, 0].item(), *frames))
     if not losses:
-        raise FailedWork(f"none of {count_noun(len(failed), 'clip')} could be decoded")
+        raise FailedWork(f"no clip could be decoded ({len(failed):,} failed)")
     loss, flat_loss = torch.cat(losses).mean(0).tolist()
     if not np.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")
@@ -164,8 +163,8 @@ def _render_frames(
     display: Display,
 ) -> list[NDArray[np.uint8]]:
     """Return the displayed frames of one clip: original, masked, and with the masked cubes filled in."""
-    # `to_display` is an affine map per channel, which does not affect predictions that are normalised per cube and
-    # channel.
+    # `to_display` is an affine map per channel. It does not affect predictions, because they are normalised per cube
+    # and channel.
     clips = reconstruct(
         display.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
@@ -202,14 +201,14 @@ def cube_values(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -
 
 
 def assemble_clips(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Assemble clips [B, C, T, H, W] from the values of their cubes, the inverse of `cube_values`."""
+    """Assemble clips [B, C, T, H, W] from the values of their cubes (the inverse of `cube_values`)."""
     shape = (grid.steps, grid.rows, grid.columns)
     cubes = values_BNVC.unflatten(1, shape).unflatten(4, (cube_frames, patch_px, patch_px))
     return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """Return the statistics of the cubes' values, by which targets are normalised."""
+    """Return the statistics of the cubes' values, as used to normalise targets."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
@@ -250,7 +249,7 @@ def reconstruct(
         video_BCTHW: Values to display, from 0 to 1.
         predicted_BMK: Normalised values of the masked cubes, in the order of their indices, channels last.
         masked_BN: True for masked cubes.
-        statistics: Statistics with which to undo the normalisation. Default: `visible_statistics`.
+        statistics: Statistics for undoing the normalisation. Default: `visible_statistics`.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
@@ -273,14 +272,12 @@ _PROTOCOL = (
     "predicting the mean of each cube; explained: 1 - loss / baseline"
 )
 _PICTURE_RULES = {
-    "pixels": "The model sees the cubes that are not grey. It predicts masked cubes up to their mean and standard "
-    "deviation, which its targets do not contain; the pictures take both from visible cubes, weighted by "
-    "distance. Cubes that are too bright or too dark as a whole are therefore due to this rule, and patterns "
-    "within a cube to the model.",
-    "latents": "False colours: the first three channels of the latents. The model sees the cubes that are not grey. It "
-    "predicts masked cubes up to the mean and standard deviation of each channel, which its targets do not "
-    "contain; the pictures take both from visible cubes, weighted by distance. Cubes whose colour is wrong as "
-    "a whole are therefore due to this rule.",
+    "pixels": "The model sees the cubes that are not grey. Its targets do not contain the mean and the standard "
+    "deviation of a cube. The pictures estimate both from visible cubes, weighted by distance. If a complete cube is "
+    "too bright or too dark, this estimate is the cause. Patterns within a cube come from the model.",
+    "latents": "False colours: the first three channels of the latents. The model sees the cubes that are not grey. "
+    "Its targets do not contain the mean and the standard deviation of a cube's channels. The pictures estimate both "
+    "from visible cubes, weighted by distance. If a complete cube has the wrong colour, this estimate is the cause.",
 }
 
 
@@ -288,7 +285,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
     """Reconstruct the masked cubes of a split's clips with the latest checkpoint of a run.
 
     Args:
-        split_remark: Name of the split and the reason for its choice, if the user did not choose it.
+        split_remark: Name of the split and the reason for its choice; "" if the user chose the split.
 
     Raises:
         UserError: The split has no clips.
@@ -336,12 +333,12 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
 
 
 def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
-    """Reconstruct clips at the end of a run, from the evaluation split or, if it cannot be used, the training split.
+    """Reconstruct clips at the end of a run, from the training split if the evaluation split cannot be used.
 
     Errors are printed, but do not make the run fail.
     """
     for folder in settings.folders:
-        # In a mixture, each folder has a separate result. The result of a single folder counts for the run's data.
+        # In a mixture, each folder has a separate result. A single folder's result belongs to the run's data.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 

@@ -18,7 +18,7 @@ from clipmill.train.weights.videomae import exported_videomae
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert the weights of a VideoMAE with or without a decoder to a masked autoencoder.
 
-    The result is None for a classifier and for other weights.
+    The result is None if the weights belong to a classifier or a different model.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
@@ -43,16 +43,16 @@ def exported_autoencoder(request: ExportRequest) -> Export:
     Raises:
         UserError: The format cannot represent a masked autoencoder.
     """
-    require_format(request.form, ("hf", "videomae"), what="a masked autoencoder")
+    require_format(request.format_name, ("hf", "videomae"), what="a masked autoencoder")
     decoder = decoder_size(request.shape.size.video.trunk, depth=request.settings.decoder_depth)
     return exported_videomae(
         request.settings,
         request.weights,
         shape=request.shape,
-        form=request.form,
+        format_name=request.format_name,
         model={
             "architectures": ["VideoMAEForPreTraining"],
-            # In transformers, the encoder has a last layer norm only without mean pooling.
+            # transformers omits the encoder's last layer norm if mean pooling is on.
             "use_mean_pooling": False,
             "norm_pix_loss": True,
             "decoder_hidden_size": decoder.width,

@@ -57,9 +57,9 @@ class MaeOptimizer(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """Settings of the encoder, a tower of the kind videomae.
+    """Settings of the encoder, which is a videomae tower.
 
-    Settings that the encoder does not use are hidden in the help, but are included in the settings of a run.
+    Settings that the encoder does not use are hidden from the help, but are included in the settings of a run.
     """
 
     kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
@@ -72,7 +72,7 @@ class MaeTowers(Towers):
     patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for hidden settings that do not have their default values."""
+        """Yield errors for hidden settings whose values are not the defaults."""
         hint = "omit it: train mae supports only the kind videomae"
         if self.image is not None:
             yield UserError(
@@ -113,7 +113,7 @@ class MaeSettings(LatentSettings):
     sampling: Sampling = "stride"
     crop: Crop = "multi-scale"
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
-    """Number of samples drawn from each chunk per epoch. They are consecutive, so the chunk is decoded once."""
+    """Number of samples drawn from each chunk per epoch. The samples are consecutive, so the chunk is decoded once."""
     repeat: Annotated[Repeat, groups.CLIPS] = "clips"
     """Difference between the samples of a chunk. clips: different frames, crops and masks; masks: the same frames with
     different crops and masks."""
@@ -176,7 +176,7 @@ class MaeSettings(LatentSettings):
 
 
 def flags_without_effect(settings: MaeSettings) -> list[str]:
-    """Return the flags that were changed, but have no effect with the selected input."""
+    """Return the flags that were changed but have no effect with the selected input."""
     defaults, names = MaeSettings(), _PIXEL_SETTINGS if settings.reads_latents else _LATENT_SETTINGS
     flags = [name.replace("_", "-") for name in names if getattr(settings, name) != getattr(defaults, name)]
     if settings.reads_latents and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
@@ -212,8 +212,8 @@ class ReconstructionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 1000
-    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for at most 12 of
-    52 clips: every 5th, which are 11 clips)."""
+    """Maximum number of clips. Every k-th clip of the split is used, and k is as small as possible (at most 12 of 52
+    clips: every 5th clip, 11 in total)."""
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:

@@ -1,9 +1,9 @@
 """Task `train mae`: samples, masks and objective of a masked autoencoder (VideoMAE, Tong et al. 2022).
 
-The task trains on pixels or latents, without captions. A batch holds clips [B, C, T, H, W] and the positions of their
+The task trains on pixels or latents, without captions. A batch contains clips [B, C, T, H, W] and the positions of the
 samples in the run. `tube_masks` draws the masked cubes, and `decoded_cubes` draws the predicted cubes among them. The
 model embeds only the visible cubes, and returns the values [B, M, V] of the predicted cubes. `normalised_cubes`
-computes their targets. The loss is the mean squared error.
+computes the targets. The loss is the mean squared error.
 
 Masks are drawn on the device, and depend only on the seed and the position of the sample, but not on ranks, resumption
 or microbatches.
@@ -44,14 +44,14 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
-# Numbers of the patches in a 2 x 2 cell. They run around the cell, so that consecutive numbers are neighbours.
+# Numbers of the patches in a 2 x 2 cell, counted around the cell. Patches with consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
 _CELL_PATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Number of masked cubes per clip, and number of predicted cubes among them. Both are equal for all clips."""
+    """Number of masked cubes per clip, and number of predicted cubes among them. Both are the same for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -70,7 +70,7 @@ def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed:
     """Draw tube masks, bool [B, N], which mask the same int(ratio * P) patches at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: Positions of the samples in the run, int64, on the device on which the masks are drawn.
+        positions_B: Positions of the samples in the run, int64, on the device that draws the masks.
     """
     draws_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest_mask(draws_BP, num_masked_patches(ratio, num_patches=grid.patches))
@@ -89,8 +89,8 @@ def decoded_cubes(
     """Draw the predicted cubes, bool [B, N]: exactly n - int(ratio * n) of the n masked cubes of each clip.
 
     VideoMAE V2 (section 3.2) draws decoder masks over all cubes, and computes the loss on the intersection of both
-    masks, whose size differs between clips. Here, the predicted cubes are drawn among the masked cubes, so their number
-    is the same for all clips, and batches are dense.
+    masks. The size of this intersection differs between clips. In clipmill, the predicted cubes are drawn among the
+    masked cubes, so their number is the same for all clips, and batches are dense.
 
     Args:
         kind: random: draw any masked cubes. running-cell: each cell of 2 x 2 patches keeps the fraction 1 - ratio of
@@ -113,8 +113,8 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     """Return a mask of the cubes that running cells keep, bool [B, N].
 
     Args:
-        starts_B: Number of the first kept patch of each cell in the first step (0 to 3, around the cell), int64.
-        ratio: Fraction of the cell's patches that is dropped at each step: 0.25, 0.5 or 0.75.
+        starts_B: First kept patch of each cell in the first step (0 to 3, counted around the cell), int64.
+        ratio: Fraction of the cell's patches to drop at each step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
@@ -129,7 +129,7 @@ def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Te
     """Return a mask of the lowest values in each row, bool [B, N].
 
     Args:
-        count: Number of values, or int64 [B, 1] for a separate number per row.
+        count: Number of values, or int64 [B, 1] for a separate number in each row.
     """
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
@@ -194,7 +194,7 @@ class MaskedClips:
         inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
         masking: Generator of the masks.
         size: Size of the encoder, which defines the cubes.
-        std: Standard deviations by which `inputs` divides the channels; None if it does not divide them.
+        std: Standard deviations by which `inputs` divides the channels; None if `inputs` does not divide channels.
     """
 
     inputs: Callable[[Batch, slice], torch.Tensor]
@@ -268,7 +268,7 @@ def normalised_cubes(
         video_BCTHW: Clips, as passed to the model.
         predicted_BM: Indices of the predicted cubes, int64.
         std: Standard deviations by which the channels were divided; None for latents. VideoMAE computes targets from
-            pixels before this division, which changes only the effect of the constant 1e-6. Therefore 1e-6 is also
+            pixels before this division. The only difference is the effect of the constant 1e-6, so 1e-6 is also
             divided by `std`.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
@@ -308,8 +308,8 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """Open this rank's part of the chunks, or segments of latents, in the training split.
 
         Raises:
-            UserError: The split is empty, cannot be cropped and masked as the settings require, or the data do not have
-                the evaluation split.
+            UserError: The split is empty, or its clips cannot be cropped and masked as the settings require; or the
+                data lack the evaluation split.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
@@ -361,7 +361,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return samples
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Build the objective, the reconstruction error of the masked cubes."""
+        """Build the objective: the reconstruction error of the predicted cubes."""
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
@@ -403,7 +403,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
     def fit_all_parameters(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> LoadedWeights:
         """Fit weights to the encoder and the decoder, or only to the encoder if the weights have no decoder.
 
-        The last norm of the encoder is removed if the weights have none, as with transformers' `use_mean_pooling`.
+        The encoder's last norm is removed if the weights lack this norm, as with transformers' `use_mean_pooling`.
         """
         names = source.converted.tensors
         if "video.ln_post.weight" not in names:
@@ -437,5 +437,5 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
 def effective_settings(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
     """Return the settings that apply with the weights of `source` (`effective_clip_settings`)."""
     if flags := flags_without_effect(settings):
-        say(f"without effect with --input {settings.input}, from flags or a preset: {', '.join(flags)}")
+        say(f"--input {settings.input} ignores these settings from flags or a preset: {', '.join(flags)}")
     return effective_clip_settings(settings, source, say=say)
