@@ -147,7 +147,7 @@ def test_what_the_tars_lack_is_said(
     (data / "classnames.txt").rename(tmp_path / "names.txt")
     shards = ["--shards", data / "test" / "{0..1}.tar"]
     assert train("eval", "zero-shot", exported_model, *shards) == 2
-    assert "no classnames.txt next to the tars" in capsys.readouterr().err
+    assert "classnames.txt is neither in the folder of the tars" in capsys.readouterr().err
     assert (
         score(capsys, "zero-shot", exported_model, *shards, "--classes", tmp_path / "names.txt")["num_clips"]
         == NUM_IMAGES

@@ -83,7 +83,7 @@ def test_every_protocol_stands_beside_its_numbers(
     # Chance is a guess between both classes; the majority baseline always predicts the more frequent class.
     assert result["chance"] == {"1": 0.5, "5": 1.0} and result["majority_baseline"]["top1"] > 0.5
     assert f"  majority baseline{percent(result['majority_baseline']['top1']):>13}" in printed
-    assert "  chance" not in printed and "chance: one of all classes at random" in printed
+    assert "  chance" not in printed and "chance: a random class" in printed
     for words in ("top-1", "mean class", "2 classes of the captions' label_verb", "6 prompts: 2 templates, 3 names"):
         assert words in printed
     assert train("eval", "retrieval", run) == 0
