@@ -128,7 +128,7 @@ def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: in
                     failures=(),
                 ),
             )
-        finish_run(folder, dropped=(), planned=[shard.shard_id for shard in plan.shards])
+        finish_run(folder, dropped_ids=(), planned_ids=[shard.shard_id for shard in plan.shards])
     set_current_variant(data, COLUMN, recipe.variant)
     return len(plan.shards)
 

@@ -5,9 +5,9 @@ built from the indexes of its shards (up to 1,000), ordered by shard and row. A 
 shards, so a run writes only the parts that have changed, and reads only the new indexes. If a part is missing or stale,
 readers use the indexes of its shards.
 
-A moment is a row in a list of videos together with a time in that video. `Moments` maps moments to integers (row *
-number of possible times + time) that can be sorted and searched. Moments of 10^9 videos of up to 100 days each fit into
-64 bits. Moments that do not fit are rejected, because two of them could get the same integer.
+A moment is a time in a video, together with the video's row in a list of videos. `Moments` maps moments to integers
+(row * number of possible times + time) that can be sorted and searched. The moments of 10^9 videos of up to 100 days
+each fit into 64 bits. Moments that do not fit are rejected, because two of them could get the same integer.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -54,8 +54,8 @@ class ChunkRows:
         table: One row per sample, ordered by shard and row, with one Arrow chunk per part. All Arrow chunks of
             `video_id` have the same dictionary, which may contain an ID several times.
         member: Extension of the member to which the columns `offset`, `size` and `crc32` refer.
-        open_gops: IDs of the shards of `video` whose first chunk has open GOPs; None if unknown, because rows were read
-            from indexes.
+        open_gops: IDs of the shards of `video` whose first chunk has open GOPs; None if rows were read from indexes, so
+            that the IDs are unknown.
     """
 
     table: pa.Table
@@ -72,7 +72,7 @@ class ChunkRows:
 def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None) -> ChunkRows:
     """Read the samples of a variant.
 
-    They are read from the parts of the merged table; where a part is missing or stale, from the indexes of its shards.
+    They are read from the merged table. For missing and stale parts of this table, the indexes of the shards are read.
 
     Args:
         columns: Columns of the table to read and verify; None for all.
@@ -81,7 +81,7 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
         DamagedTable: A part does not match its checksums.
         DamagedIndex: An index differs from its commit, or is not an index of this column.
         OSError: A file cannot be read.
-        UserError: The column's package declares fields that its samples lack.
+        UserError: The column's package declares fields that its samples lack, or store with a different type.
     """
     tables, members, open_gops = [], set[str](), set[int]()
     are_all_current = True
@@ -118,10 +118,10 @@ def has_chunk_table(column: str) -> bool:
 
 
 def update_chunk_table(variant: Variant, *, column: str) -> bool:
-    """Write the parts of a variant's merged table that are missing, stale or damaged; return True if there are any.
+    """Write the parts of a variant's merged table that are missing, stale or damaged; return True if any were written.
 
     Raises:
-        UserError: An index cannot be read. Readers then use the indexes of the part.
+        UserError: A part cannot be written, for example because an index is damaged.
     """
     if not has_chunk_table(column) or variant.damaged:
         return False
@@ -193,7 +193,7 @@ class _Part:
         return table if self._is_current(table.schema) else None
 
     def is_intact(self) -> bool:
-        """Return True if the file is current and undamaged. If it is only in a bucket, only its schema is checked."""
+        """Return True if the file is current and undamaged. Only the schema of a file in a bucket is checked."""
         try:
             if is_only_in_bucket(self.path):
                 return self._is_current(read_remote_schema(self.path))  # `prep verify` also reads the rows
@@ -212,7 +212,7 @@ class _Part:
         return table if has_format and not field_differences(self._column, table.schema) else None
 
     def changed_shards(self, old_table: pa.Table | None) -> list[int]:
-        """Return the IDs of the shards whose rows are not in `old_table`, or come from a different index."""
+        """Return the IDs of the shards whose rows are missing from `old_table`, or were read from a different index."""
         ids = [] if old_table is None else _numbers(old_table, _SHARDS_KEY)
         digits = "" if old_table is None else _metadata(old_table, _INDEXES_KEY).decode()
         starts = range(0, len(digits), _DIGEST_DIGITS)
@@ -321,9 +321,9 @@ def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
     joined = pa.concat_tables([table.replace_schema_metadata() for table in tables])
     if "video_id" in joined.column_names:
         chunks = joined["video_id"].chunks
-        first = np.cumsum([0, *(len(chunk.dictionary) for chunk in chunks)])
+        starts = np.cumsum([0, *(len(chunk.dictionary) for chunk in chunks)])
         entries = pa.concat_arrays([chunk.dictionary for chunk in chunks])
-        codes = [chunk.indices.to_numpy() + np.int32(start) for chunk, start in zip(chunks, first, strict=False)]
+        codes = [chunk.indices.to_numpy() + np.int32(start) for chunk, start in zip(chunks, starts, strict=False)]
         video_ids = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(part), entries) for part in codes])
         joined = joined.set_column(joined.column_names.index("video_id"), "video_id", video_ids)
     return joined.unify_dictionaries() if "dtype" in joined.column_names else joined
@@ -346,7 +346,7 @@ class Moments:
     """Order-preserving mapping from moments to integers, which is defined for all moments.
 
     Attributes:
-        num_rows: Number of rows up to the last row with a moment from which the mapping was built.
+        num_rows: Number of rows up to the last row among the moments that the mapping was built from.
         low, high: Earliest and latest time of these moments, in the unit of the times.
     """
 
@@ -360,7 +360,7 @@ class Moments:
 
         Args:
             rows: Row of each moment; -1 for no video.
-            times: Arrays with a time for each row.
+            times: Arrays with one time for each element of `rows`.
 
         Raises:
             UserError: The videos are too many, or too long, for 64-bit integers.

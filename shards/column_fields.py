@@ -1,7 +1,7 @@
 """The fields of plug-in columns, by which `--where` selects chunks in `prep`, `train` and `open_clips`.
 
-A package declares a column and the fields of the column in two entry points with the same name, because training does
-not load the code that makes columns (docs/plugins.md).
+A package declares a column in one entry point, and its fields in another entry point with the same name, because
+training does not load the code that makes columns (docs/plugins.md).
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,9 @@ class ColumnFields:
 
     Attributes:
         name: Name of the column.
-        fields: Name and Arrow type of each index field: a number, a string or a bool, null where unknown. A name begins
-            with the column's name and `_`. The index also has `video_id` and `start_ms`, which are not listed here.
+        fields: Arrow type of each index field, by name. Values are numbers, strings or bools, and null where unknown. A
+            name begins with the column's name and `_`. The index also has `video_id` and `start_ms`, which are not
+            listed here.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The built-in columns: the command that makes each column, and the fields of its merged table.
 
-Plug-in columns are not listed here: `prep NAME` makes a plug-in column, and clipmill.shards.column_fields has its
+Plug-in columns are not listed here: `prep NAME` makes a plug-in column, and clipmill.shards.column_fields contains its
 fields.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
-SOURCE_MEMBER = "source.json"  # extension of the member of chunks whose packets stay in the source file
+SOURCE_MEMBER = "source.json"  # replaces the member `mp4` in chunks whose packets stay in the source file
 INDEXED = "source"  # codec of such chunks in a recipe; the name of a `video` variant begins with the codec
 _TIME_FIELDS = ("start_ms", "num_frames", "fps_num", "fps_den")
 _CHUNK_FIELDS = (*_TIME_FIELDS, "width", "height")
@@ -23,7 +23,7 @@ class StoredColumn:
 
     Attributes:
         command: Command of `prep` that makes the column.
-        required_flags: Flags without which the command fails, with placeholders for their values.
+        required_flags: Flags that the command requires, with placeholders for their values.
         members: Possible extensions of the member whose location is in the merged table; () for a column without a
             merged table of this kind.
         merged_fields: Index fields that the merged table contains in addition to `video_id`.
@@ -83,7 +83,7 @@ def how_to_make(column: str, data_dir: Path | str, variant: str = "") -> str:
 
     Args:
         data_dir: Data folder, as a path or URL.
-        variant: Variant of the column to make; empty for any.
+        variant: Name of the variant to make; empty for any variant.
     """
     flags = f"{COLUMNS[column].required_flags} " if column in COLUMNS and COLUMNS[column].required_flags else ""
     return f"prep {command_for(column, variant)} {flags}--data {shlex.quote(str(data_dir))}"

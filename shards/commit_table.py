@@ -4,16 +4,16 @@ The table is an Arrow IPC file with one batch, and one row per intact commit, in
 SCHEMA). It is derived from the commit records, and its bytes depend only on them. `clipmill.shards.lists.finish_run`
 writes the table before contents.json, which records the table's SHA-256.
 
-Readers trust the table if its bytes have the recorded SHA-256. The table then replaces the records in each folder of
-commits whose modification time is a date between 2001 and 2004 that is computed from this SHA-256. The process that
-writes the table sets the date on the folders. Adding, replacing or removing a record changes the time of its folder,
-and readers then read the JSON files in this folder. No clock is involved. A copy that preserves times (`cp -a`,
-`rsync -a`) keeps the dates, so readers use its table. In a copy with new times (`cp -r`), readers open each record
-until the next run has set the dates.
+Readers trust the table if its bytes have the recorded SHA-256. A date between 2001 and 2004 is computed from this
+SHA-256, and the process that writes the table sets the modification time of each folder of commits to this date. The
+table replaces the records in the folders that have this date. Adding, replacing or removing a record changes the time
+of its folder, and readers then read the JSON files in this folder. No clock is involved. A copy that preserves times
+(`cp -a`, `rsync -a`) keeps the dates, so readers use the table of the copy. In a copy with new times (`cp -r`), readers
+open each record until the next run has set the dates.
 
 If a record is damaged in place, for example by a failing disk, the time of its folder does not change, so readers use
 the table, which is correct. `prep verify` reads every record, and changes the time of each folder with a damaged
-record. Plans and status also read the records that are newer than the table (clipmill.shards.verify).
+record. Plans and `prep status` also read the records that are newer than the table (clipmill.shards.verify).
 
 contents.json lists the committed shards, with checksums of the variant's other small files. Readers compare the records
 with this list to detect a missing record.
@@ -181,7 +181,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
     """Map the commit table of a variant and verify its bytes; return None if it is missing or does not match.
 
     Args:
-        sha256: SHA-256 of the table in contents.json (hex); None if contents.json has none.
+        sha256: SHA-256 of the table in contents.json (hex); None if contents.json does not list the table.
     """
     if sha256 is None:
         return None
@@ -203,7 +203,7 @@ def open_commit_table(variant_dir: Path, *, sha256: str | None) -> CommitTable |
 
 
 def commit_folders(variant_dir: Path) -> dict[str, int]:
-    """Return the modification time of each folder of commits in ns, by name. The name of `commits/` itself is empty.
+    """Return the modification time of each folder of commits in ns, by name. The name of `commits/` itself is "".
 
     Raises:
         FileNotFoundError: The variant has no commits.
@@ -225,9 +225,9 @@ def confirm_folders(
 
     Args:
         sha256: SHA-256 of the table (hex). The table and contents.json must already be published.
-        folders: Modification time of each folder in ns by name, taken before its records were read. A folder that has
+        folders: Modification time of each folder in ns, by name, taken before its records were read. A folder that has
             changed since then is omitted.
-        except_for: Names of further folders to omit.
+        except_for: Names of other folders to omit.
     """
     date_ns = table_date_ns(sha256)
     for name, modified_ns in folders.items():
@@ -239,12 +239,12 @@ def confirm_folders(
 
 
 def table_date_ns(sha256: str) -> int:
-    """Return the date that marks the folders whose records the table with this SHA-256 replaces, in ns."""
+    """Return the date (in ns) that marks the folders whose records are replaced by the table with this SHA-256."""
     return (_FIRST_DATE_S + 2 * (int(sha256[:16], 16) % _NUM_DATES)) * 1_000_000_000
 
 
 def distrust_folder(record: Path) -> None:
-    """Change the date of the folder of a damaged record, so that readers read the records in it, not the table.
+    """Change the date of a damaged record's folder, so that readers use the records in the folder, not the table.
 
     Raises:
         OSError: The folder belongs to another user, or the disk is read-only.
@@ -259,7 +259,7 @@ class CommitRecords:
     Attributes:
         commits: Intact commits by shard ID, in ascending order.
         damaged: Errors for the damaged and missing records.
-        folders: Modification time of each folder of commits in ns by name, taken before its records were read.
+        folders: Modification time of each folder of commits in ns, by name, taken before its records were read.
         table: Commit table of the variant; None if the table is missing or unusable.
         table_folders: Names of the folders whose records were read from the table.
     """
@@ -272,7 +272,7 @@ class CommitRecords:
 
     @property
     def is_table_current(self) -> bool:
-        """True if all commits were read from the table, and the table has no other commits."""
+        """True if all commits were read from the table, and the table contains no other commits."""
         if self.table is None or self.damaged or self.table_folders != self.folders.keys():
             return False
         return len(self.commits) == self.table.rows.num_rows
@@ -399,7 +399,7 @@ class TableCommits(Mapping[int, Commit]):
     def __init__(self, rows: pa.Table) -> None:
         self.rows = rows
         self._shard_ids: NDArray[np.int64] = rows["shard_id"].to_numpy()
-        self._all: dict[int, Commit] | None = None
+        self._cached_commits: dict[int, Commit] | None = None
 
     def __getitem__(self, shard_id: int) -> Commit:
         row = int(np.searchsorted(self._shard_ids, shard_id))
@@ -420,17 +420,17 @@ class TableCommits(Mapping[int, Commit]):
         return self._all_commits().values()
 
     def _all_commits(self) -> dict[int, Commit]:
-        if self._all is None:
-            self._all = commits_from_rows(self.rows)
-        return self._all
+        if self._cached_commits is None:
+            self._cached_commits = commits_from_rows(self.rows)
+        return self._cached_commits
 
     def folders(self) -> set[str]:
-        """Return the names of the folders of these commits (`folder_of`)."""
+        """Return the names of the folders that contain these commits (`folder_of`)."""
         first_ids = np.unique(self._shard_ids // SHARDS_PER_FOLDER * SHARDS_PER_FOLDER)
         return {folder_of(first_id) for first_id in first_ids.tolist()}
 
     def rows_with_files(self) -> pa.Table:
-        """Return the rows of the commits with files, without creating `Commit` objects."""
+        """Return the rows of the commits that have files, without creating `Commit` objects."""
         return self.rows.filter(pc.is_valid(self.rows["tar"]))
 
     @cached_property
@@ -500,6 +500,6 @@ def open_table_commits(variant_dir: Path) -> TableCommits | None:
 
 
 def committed_tars(variant_dir: Path) -> Iterator[tuple[int, str, str | None]]:
-    """Yield (shard ID, split, SHA-256 of the tar) for each commit of a variant; None if every sample failed."""
+    """Yield (shard ID, split, SHA-256 of the tar or None) for each commit. None means that every sample failed."""
     commits, _ = open_commits(variant_dir)
     yield from zip(*(commits.rows[name].to_pylist() for name in ("shard_id", "split", "tar_sha256")), strict=True)

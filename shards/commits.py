@@ -1,7 +1,7 @@
 """Commit records, which make shards exist: readers ignore a tar without a commit record.
 
 Each record is a small JSON file with a checksum of its content. It contains neither times nor host names.
-clipmill.shards.commit_table reads all records of a variant at once.
+clipmill.shards.commit_table reads all records of a variant.
 """
 
 import json
@@ -49,17 +49,17 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class Failure:
-    """A part of a shard that could not be produced."""
+    """A video, or a part of a video, that could not be processed."""
 
     video_id: str
-    key: str | None  # first chunk of the failed part; None if the complete video failed
+    key: str | None  # key of the first chunk in the failed part; None if the complete video failed
     code: str
     message: str
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A finished shard, produced by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
+    """A finished shard. `plan_fingerprint` identifies its plan, and `files` is None if every sample failed."""
 
     column: str
     shard_id: int
@@ -70,17 +70,17 @@ class Commit:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the tar and the Arrow index in bytes; 0 without files."""
+        """Size of the tar and the Arrow index in bytes; 0 if there are no files."""
         return 0 if self.files is None else self.files.size_bytes
 
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
-    """Return the path of the commit record of `shard_id`."""
+    """Return the path of a shard's commit record."""
     return variant_dir / COMMITS_FOLDER / shard_path(shard_id, commit_name(shard_id))
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
-    """Publish the record of `commit`, so that readers see its shard. The variant's folder must exist."""
+    """Publish a commit record, so that readers see the shard. The variant's folder must exist."""
     path = commit_path(variant_dir, commit.shard_id)
     make_folder(variant_dir / COMMITS_FOLDER)
     make_folder(path.parent)

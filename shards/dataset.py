@@ -29,7 +29,7 @@ class DamagedDataset(UserError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
             f"{path} is damaged: {reason}",
-            hint=f"run the prep command of each column again to rewrite it, first prep {command_for(VIDEO)} or "
+            hint=f"run the prep command of each column again to rewrite the file, first prep {command_for(VIDEO)} or "
             f"prep {command_for(VIDEO, INDEXED)}; if a command fails, remove the file and run the command again",
         )
 
@@ -47,7 +47,7 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
 
 
 def no_shards_error(data_dir: Path, column: str) -> UserError:
-    """Return the error for a folder without a current variant of a column, which may not even be a data folder."""
+    """Return the error for a folder that has no current variant of a column, or is not even a data folder."""
     if not is_data_folder(data_dir):
         return data_folder_error(data_dir)
     variants, path = list_variants(data_dir, column), data_dir / DATASET_FILE
@@ -61,7 +61,7 @@ def no_shards_error(data_dir: Path, column: str) -> UserError:
 
 
 def is_data_folder(path: Path) -> bool:
-    """Return True if `path` has a manifest, or shards of a column."""
+    """Return True if `path` contains a manifest, or shards of a column."""
     return manifest_dir(path).exists() or (path / DATASET_FILE).exists()
 
 
@@ -114,7 +114,7 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 
 def commands_of(data_dir: Path, column: str) -> str:
-    """Return the commands that made the variants of a column, or that can make one: "prep chunk or prep index"."""
+    """Return the commands that made, or could make, the variants of a column, such as "prep chunk or prep index"."""
     names = list_variants(data_dir, column) or ["", INDEXED]
     return " or ".join(sorted({f"prep {command_for(column, name)}" for name in names}))
 
@@ -124,8 +124,8 @@ def reading_variants(variants: Mapping[Path, Mapping[str, str]]) -> Iterator[Non
     """Read the same variants throughout the block, in all threads of this process.
 
     Args:
-        variants: Names of variants by data folder and column. For other columns, the variant that is current at the
-            first read is used throughout.
+        variants: Names of variants by data folder and column. For each other column, the variant that is current when
+            the column is first read is used throughout.
     """
     from clipmill.shards.marks import keep_marks
 
@@ -141,9 +141,9 @@ def reading_variants(variants: Mapping[Path, Mapping[str, str]]) -> Iterator[Non
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Return the name of the current variant of a column, or of the variant that this process reads instead.
+    """Return the name of the current variant of a column; None if the column has no current variant.
 
-    The result is None if the column has no current variant.
+    Within `reading_variants`, return the variant that this process reads instead.
 
     Raises:
         UserError: dataset.json is damaged, or has a different version of the format.
@@ -160,7 +160,7 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def unfinished_variant(data_dir: Path, column: str) -> str | None:
-    """Return the variant that the last run of a column did not finish; None if it is the current variant.
+    """Return the variant that the last run of a column did not finish; None if there is none, or if it is current.
 
     Raises:
         UserError: dataset.json is damaged, or has a different version of the format.
@@ -173,18 +173,18 @@ def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfi
     """Make `variant` the current variant of a column. Other columns are unchanged.
 
     Args:
-        keeps_unfinished: True to keep the record of a different variant that is unfinished.
+        keeps_unfinished: True if another variant stays recorded as unfinished.
 
     Raises:
-        UserError: dataset.json has a different version of the format; or it is damaged, and another column has several
-            variants.
+        UserError: dataset.json has a different version of the format. Or it is damaged and cannot be rebuilt, because
+            another column has several variants.
     """
     making = _entry(data_dir, column).get("making", variant) if keeps_unfinished else variant
     _record(data_dir, column, {"current": variant, **({} if making == variant else {"making": making})})
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Record that a run makes `variant`. It becomes current if no variant is current or dataset.json is damaged.
+    """Record that a run makes `variant`. The variant becomes current if none is, or if dataset.json is damaged.
 
     Raises:
         UserError: See `set_current_variant`.

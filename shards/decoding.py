@@ -1,4 +1,4 @@
-"""Decode packets without their container, and read the packets that a decoder needs, from a tar or a source file."""
+"""Decode packets without their container, and read the packets that a decoder needs from a tar or a source file."""
 
 import os
 import zlib
@@ -25,9 +25,9 @@ _DECODERS = {"av1": "libdav1d"}
 
 
 class PacketDecoder:
-    """Decoder for packets, which does not open a container. Each thread needs its own decoder.
+    """Packet decoder that does not open a container. Each thread needs its own decoder.
 
-    It reuses codec contexts for the most recently used pairs of codec and extradata. This does not affect the frames.
+    The codec contexts of the most recently used pairs of codec and extradata are reused. Reuse does not affect frames.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PacketDecoder:
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
-            ValueError: libav does not have the decoder, or the decoder does not output frames in presentation order.
+            ValueError: libav lacks the decoder, or the decoder does not output frames in presentation order.
         """
         import av
 
@@ -81,7 +81,7 @@ class PacketDecoder:
                     packet.pts = frame_number
                 for frame in context.decode(packet):
                     number = frame.pts or 0
-                    # Decoders output frames in presentation order, which each packet's index must match.
+                    # Decoders output frames in presentation order, so the indices must increase.
                     if number <= last:
                         raise ValueError(f"the decoder outputs frame {number} of the packet table after frame {last}")
                     last = number
@@ -106,7 +106,7 @@ class PacketBytes(Protocol):
     """A file that contains packets: the tar of a shard, or a source file.
 
     Attributes:
-        tar_name: Name of the file for messages.
+        tar_name: Name of the file in messages.
         gap_bytes: Largest gap between two ranges, in bytes, that is cheaper to read than to skip.
     """
 
@@ -136,7 +136,7 @@ def read_packets(
         positions: Positions of the packets in the table, in ascending order.
 
     Raises:
-        DamagedPacket: A packet is outside of its chunk, or does not match its checksum.
+        DamagedPacket: A packet is outside its chunk, or does not match its checksum.
         OSError, DamagedTar: The file cannot be read.
     """
     if not positions:
@@ -146,22 +146,22 @@ def read_packets(
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     if max(ends) > payload_size:
         raise DamagedPacket(f"a packet ends at byte {max(ends)}, but the payload has {payload_size} bytes")
-    # Merge ranges that are close to each other; `range_numbers` has the range of each packet.
+    # Merge ranges that are close to each other; `range_indices` contains the index of each packet's range.
     ranges: list[tuple[int, int]] = []
-    range_numbers: list[int] = []
+    range_indices: list[int] = []
     for start, end in zip(starts, ends, strict=True):
         read_from, read_to = ranges[-1] if ranges else (start, start)
         if ranges and read_from <= start <= read_to + file.gap_bytes:
             ranges[-1] = read_from, max(read_to, end)
         else:
             ranges.append((start, end))
-        range_numbers.append(len(ranges) - 1)
+        range_indices.append(len(ranges) - 1)
     contents = file.read_ranges([(payload_offset + start, end - start) for start, end in ranges])
     packets: list[tuple[int, memoryview]] = []
     frames, crc32s = table.frame[positions].tolist(), table.crc32[positions].tolist()
-    for start, end, number, frame, crc32 in zip(starts, ends, range_numbers, frames, crc32s, strict=True):
-        read_from = ranges[number][0]
-        packet = memoryview(contents[number])[start - read_from : end - read_from]
+    for start, end, range_index, frame, crc32 in zip(starts, ends, range_indices, frames, crc32s, strict=True):
+        read_from = ranges[range_index][0]
+        packet = memoryview(contents[range_index])[start - read_from : end - read_from]
         if zlib.crc32(packet) != crc32:
             raise DamagedPacket(f"the bytes of a packet in {file.tar_name} do not match their checksum")
         packets.append((frame, packet))
@@ -171,7 +171,7 @@ def read_packets(
 def read_source_packets(
     file: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
 ) -> list[tuple[int, memoryview]]:
-    """Read and verify the packets that `frames` need from a source file, for `PacketDecoder.decode`.
+    """Read the packets that `frames` need from a source file, and verify them, for `PacketDecoder.decode`.
 
     Args:
         is_closed: Value of `table.has_closed_gops`.

@@ -1,6 +1,6 @@
 """Measure the read and write speed of disks and buckets, for `prep advise`, `train doctor` and `train quickstart`.
 
-Reads from the page cache show nothing about the disk, so the pages of a file are dropped first (posix_fadvise).
+Reads from the page cache say nothing about the disk, so the pages of a file are dropped first (posix_fadvise).
 Non-blocking reads (RWF_NOWAIT) then show whether the kernel has dropped them.
 """
 
@@ -21,7 +21,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 1 << 22, 12  # sequential reads and writes
 _RANDOM_BYTES, _NUM_RANDOM = 1 << 16, 64  # random reads
 _FILE_LIMIT_S, _READS_LIMIT_S, _MAX_BYTES = 2.0, 3.0, 4 << 30
 
-Read = Callable[[], int]  # function that reads bytes and returns their number
+Read = Callable[[], int]  # function that reads bytes and returns how many it read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ReadSpeed:
     """Speed of a series of reads.
 
     Attributes:
-        bytes_per_s: Bytes per second of all threads together.
+        bytes_per_s: Bytes read per second by all threads together.
         read_s, slow_read_s: Median and 95th percentile of the duration of a read in seconds.
         num_reads: Number of reads.
     """
@@ -43,7 +43,7 @@ class ReadSpeed:
 def measure_reads(
     reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READS_LIMIT_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Call `reads` in order until the time is up, and measure their speed. At least one read is called.
+    """Call `reads` in order for a limited time, and measure their speed. At least one read is called.
 
     Args:
         num_threads: Number of threads that call the reads.
@@ -60,12 +60,12 @@ def measure_reads(
         nonlocal num_started
         while True:
             with lock:
-                number, num_started = num_started, num_started + 1
+                read_index, num_started = num_started, num_started + 1
             is_late = time.perf_counter() - start_s > seconds or sum(sizes) > _MAX_BYTES
-            if (number and is_late) or (number >= len(reads) and not repeats):
+            if (read_index and is_late) or (read_index >= len(reads) and not repeats):
                 return
             begin_s = time.perf_counter()
-            size = reads[number % len(reads)]()
+            size = reads[read_index % len(reads)]()
             durations_s.append(time.perf_counter() - begin_s)
             sizes.append(size)
 
@@ -128,8 +128,8 @@ def measure_file(file: int) -> DiskSpeed | None:
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     cached = _is_cached(file, size)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
-    numbers = random.Random(0).sample(range(size // _RANDOM_BYTES), min(_NUM_RANDOM, size // _RANDOM_BYTES))
-    random_reads = [partial(_read, file, _RANDOM_BYTES, number * _RANDOM_BYTES) for number in numbers]
+    blocks = random.Random(0).sample(range(size // _RANDOM_BYTES), min(_NUM_RANDOM, size // _RANDOM_BYTES))
+    random_reads = [partial(_read, file, _RANDOM_BYTES, block * _RANDOM_BYTES) for block in blocks]
     random_speed = measure_reads(random_reads, seconds=_FILE_LIMIT_S)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)

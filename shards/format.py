@@ -26,63 +26,63 @@ In a tar, all samples have the same members, `<key>.<extension>`, in the same or
 adjacent. A key does not contain a dot. A member name has at most 100 bytes. The array of a `.npy` member begins on a
 512-byte boundary of the tar (its npy header is padded), so that fixed-size records can be gathered from one mmap.
 
-The caller verifies each sample before it adds the sample to a shard. The tar is written under a temporary name in its
-folder, read back, and compared with the checksums of its payloads. Once the tar and both indexes are synced, they are
-renamed. The commit record is written last, and readers rely only on commits. A commit without files records that all
-samples of the shard failed. The bytes of tars, indexes and commits do not depend on the time or the machine. A commit,
-contents.json and dataset.json each contain the SHA-256 of their own canonical JSON.
+The caller verifies each sample before adding it to a shard. The tar is written under a temporary name in its folder,
+read back, and compared with the checksums of its payloads. Once the tar and both indexes are synced, they are renamed.
+The commit record is written last, and readers rely only on commits. A commit without files records that all samples of
+the shard failed. The bytes of tars, indexes and commits do not depend on the time or the machine. Each commit,
+contents.json and dataset.json contain the SHA-256 of their own canonical JSON.
 
 A run writes contents.json when it finishes, so the file is missing only until the first run has finished. If a listed
 shard has no commit, the commit was lost. If a commit is not listed, its run is in progress or was killed. Before a run
 removes a commit, it removes the shard from contents.json.
 
 When a run finishes, it also writes commits.arrow, so that readers open one file instead of one file per shard. The
-commit records stay in place. clipmill.shards.commit_table defines the file, and when it is valid.
+commit records stay in place. clipmill.shards.commit_table defines the file's layout, and when the file is valid.
 
-Finally, a run updates the merged table of its column, which has one part for each folder of shards: chunks.arrow, an
-uncompressed Arrow IPC file with one batch, and one row per sample, ordered by shard and row. To open a training set,
-readers need only these parts, commits.arrow, contents.json, recipe.json and the manifest. They need the indexes only
-to decode clips of `video`, because of the packet tables. The column `scores` has a single chunks.arrow, ordered by
-video (as in the manifest) and start. The columns of a merged table are:
+Finally, a run updates the merged table of its column. The table has one part for each folder of shards: chunks.arrow,
+an uncompressed Arrow IPC file with one batch. It has one row per sample, ordered by shard and row. To open a training
+set, readers need only these parts, commits.arrow, contents.json, recipe.json and the manifest. They need the indexes
+only to decode clips of `video`, because the indexes contain the packet tables. The column `scores` has a single
+chunks.arrow, ordered by video (as in the manifest) and start. The columns of a merged table are:
 - in all tables: `video_id` (dictionary-encoded);
 - all except `scores`: `shard` (i32, the shard ID), `row` (i32, in the shard's index), and `offset`, `size` (u64) and
-  `crc32` (u32) of one member's payload in its tar. The schema's metadata `member` has the extension of that member
-  (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
+  `crc32` (u32) of one member's payload in its tar. The entry `member` of the schema's metadata is the extension of that
+  member (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`;
 - `latents`: `channels`, `dtype` (dictionary-encoded). `size` minus the size of the array is the size of the npy header;
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;
 - `captions`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `caption_text`, `caption_words`;
 - `scores`: the values of its index rows instead of shard, row and member (clipmill.shards.scores).
-The schema's metadata has `commits_sha256`, a digest of the commits that the file was built from. If the commits have
-changed since then, the file is stale: readers use the indexes instead, or report an error for `scores`. `shard_ids` and
-`index_sha256` (the first 16 hex digits of each, concatenated) identify the indexes that the rows of a part come from,
-so that the next run reads only new indexes. `open_gops` lists the shards of `video` whose first chunk has open GOPs.
-Each column's metadata has the CRC-32 of its values, and `schema_crc32` is the checksum of the schema
-(clipmill.shards.merged_table). The bytes of a part depend only on the commits of its shards. The next run of the column
-rewrites only the parts that are missing, stale or damaged. If parts are missing, the last run was killed.
+The schema's metadata contains `commits_sha256`, a digest of the commits that the file was built from. If the commits
+have changed since then, the file is stale: readers use the indexes instead, or report an error for `scores`.
+`shard_ids` and `index_sha256` (the first 16 hex digits of each index, concatenated) identify the indexes that the rows
+of a part come from, so that the next run reads only new indexes. `open_gops` lists the shards of `video` whose first
+chunk has open GOPs. Each column's metadata contains the CRC-32 of its values, and `schema_crc32` is the checksum of the
+schema (clipmill.shards.merged_table). The bytes of a part depend only on the commits of its shards. The next run of the
+column rewrites only the parts that are missing, stale or damaged. If parts are missing, the last run was killed.
 
 Every index has the columns `key` and, for each extension, `<ext>_offset` (u64, offset of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32), followed by the fields of the column, such as VIDEO_FIELDS. The metadata of
-the Arrow schema has `clipmill_format` and `extensions` (comma-separated, in member order).
+the Arrow schema contains `clipmill_format` and `extensions` (comma-separated, in member order).
 
 Column `video`: the key is `<video_id>_<start_ms:09d>`; the members are mp4, json and, if the dataset has captions, txt.
-A variant made by `prep index` has the member source.json instead of mp4, with the fingerprint and size of the source
-file, and a checksum of the packets. The packets stay in the source file, whose path is in the manifest. Its index also
-has the fields SOURCE_FIELDS. Packet offsets are relative to `source_offset`, and `packet_frame` numbers the packets of
-a row in presentation order. Frame n of the chunk, at its nominal rate, is the source frame displayed at (n + 1/2) /
-fps seconds.
+A variant made by `prep index` has the member source.json instead of mp4. This member contains the fingerprint and size
+of the source file, and a checksum of the packets. The packets stay in the source file, whose path is in the manifest.
+The index of such a variant also has the fields SOURCE_FIELDS. Packet offsets are relative to `source_offset`, and
+`packet_frame` numbers the packets of a row in presentation order. Frame n of the chunk, at its nominal rate, is the
+source frame displayed at (n + 1/2) / fps seconds.
 
 Column `latents`: keys, order, shard IDs and splits are the same as in `video`. A chunk that could not be encoded has no
 sample, and is listed as a failure in the commit. The only member is `latents.npy`, [F, C, h, w], float16 or the bits of
 bfloat16 as uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's
-frame at i / fps seconds. recipe.json has the scaling factor.
+frame at i / fps seconds. recipe.json contains the scaling factor.
 
 Column `text`: one sample per video, whose key is the video_id. The members are `text.npy`, float16 [R, D], one row of
 unit norm per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
 Column `scores`: keys, order, shard IDs, splits and failures are as in `latents`. The only member is `scores.json`, with
-the values of the index row (clipmill.shards.score_fields). Unknown values are null, never NaN. The JSON has the hash
-as 16 hexadecimal digits, because many JSON readers round integers above 2^53.
+the values of the index row (clipmill.shards.score_fields). Unknown values are null, never NaN. In the JSON, the hash is
+written as 16 hexadecimal digits, because many JSON readers round integers above 2^53.
 
 Column `captions`: keys, order, shard IDs, splits and failures are as in `latents`. The only member is `caption.json`,
 with the values of the index row: the caption from a language model, and its cost in tokens.
@@ -116,10 +116,10 @@ PACKET_RECOVERY = 4  # keyframe that is not an IDR picture, so later packets may
 
 
 def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
-    """Return the index fields of a column with one sample per chunk, without the key and the columns of members.
+    """Return the index fields of a column with one sample per chunk, except the key and the columns of its members.
 
     Args:
-        fields: Fields of the column itself.
+        fields: Fields that only this column has.
     """
     return [
         pa.field("video_id", pa.string(), nullable=False),
@@ -129,7 +129,7 @@ def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
     ]
 
 
-# Fields of a `video` index row in addition to key and members.
+# Fields of a `video` index row, in addition to the key and the columns of the members.
 VIDEO_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("start_ms", pa.int64(), nullable=False),  # start of the chunk in its video
@@ -138,7 +138,7 @@ VIDEO_FIELDS = [
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("width", pa.int32(), nullable=False),
     pa.field("height", pa.int32(), nullable=False),
-    pa.field("codec", pa.string(), nullable=False),  # codec by libav's name: h264, hevc, av1, vp9, mjpeg
+    pa.field("codec", pa.string(), nullable=False),  # libav's name for the codec: h264, hevc, av1, vp9, mjpeg
     pa.field("extradata", pa.binary(), nullable=False),
     pa.field("span_fingerprint", pa.string(), nullable=False),  # identifies the encoder pass that produced the chunk
     # The packet table in decode order: byte range in the mp4 payload, presentation index, flags, checksum.
@@ -173,7 +173,7 @@ LATENTS_FIELDS = chunk_fields(
     pa.field("dtype", pa.string(), nullable=False),
     # Crop of each segment: left, top, width and height in pixels of the chunk, concatenated.
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
-    # For a video VAE: number of chunk frames in each of the S segments; the last one is repeated to fill the segment.
+    # For a video VAE: number of chunk frames in each of the S segments; the last frame is repeated to fill a segment.
     pa.field("source_frames", pa.list_(pa.int32()), nullable=False),
 )
 
@@ -198,8 +198,8 @@ CAPTIONS_FIELDS = chunk_fields(
     pa.field("caption_text", pa.string(), nullable=False),  # one line
     pa.field("caption_words", pa.int32(), nullable=False),
     # Null if the server did not report the value:
-    pa.field("finish_reason", pa.string()),  # reason why the generation ended, such as stop
-    pa.field("tokens_in", pa.int32()),  # number of tokens of images and prompt
+    pa.field("finish_reason", pa.string()),  # reason why the generation ended, such as "stop"
+    pa.field("tokens_in", pa.int32()),  # number of tokens in the images and the prompt
     pa.field("tokens_out", pa.int32()),  # number of generated tokens
 )
 
@@ -243,7 +243,7 @@ def shard_path(shard_id: int, name: str) -> str:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """List the folders of shards in a variant's folder, or the folders of commits in `commits/`, sorted."""
+    """Return the sorted folders of shards in a variant's folder, or the sorted folders of commits in `commits/`."""
     try:
         with os.scandir(folder) as entries:
             return sorted(Path(entry.path) for entry in entries if FOLDER.fullmatch(entry.name) and entry.is_dir())

@@ -41,12 +41,12 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
 
 
 class IndexBuilder:
-    """Builder of an index, which collects rows as Arrow record batches."""
+    """Index builder that collects rows as Arrow record batches."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
         self._names = set(schema.names)
-        self._pending: list[dict[str, Any]] = []
+        self._pending_rows: list[dict[str, Any]] = []
         self._batches: list[pa.RecordBatch] = []
 
     def append(self, row: dict[str, Any]) -> None:
@@ -60,8 +60,8 @@ class IndexBuilder:
         for field in self._schema:
             if row[field.name] is None and not field.nullable:
                 raise ValueError(f"the index row of {row['key']!r} has no {field.name}")
-        self._pending.append(row)
-        if len(self._pending) >= _ROWS_PER_BATCH:
+        self._pending_rows.append(row)
+        if len(self._pending_rows) >= _ROWS_PER_BATCH:
             self._convert()
 
     def table(self) -> pa.Table:
@@ -70,9 +70,9 @@ class IndexBuilder:
         return pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
 
     def _convert(self) -> None:
-        if self._pending:
-            self._batches.append(pa.RecordBatch.from_pylist(self._pending, schema=self._schema))
-            self._pending = []
+        if self._pending_rows:
+            self._batches.append(pa.RecordBatch.from_pylist(self._pending_rows, schema=self._schema))
+            self._pending_rows = []
 
 
 def index_bytes(table: pa.Table) -> bytes:
@@ -84,7 +84,7 @@ def index_bytes(table: pa.Table) -> bytes:
 
 
 def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Map an index into memory. Its columns are zero-copy views of the file, with one chunk each.
+    """Map an index into memory. The columns of the table are zero-copy views of the file, with one chunk each.
 
     Args:
         columns: Columns to open; None for all. Other columns are neither validated nor read from disk. Columns of
@@ -100,8 +100,8 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table from `open_index`, and the mapped content of the file, which the columns refer to."""
-    from clipmill.manifests.mapped_files import map_arrow_file  # writers do not need it
+    """Return the table from `open_index`, and the mapped content of the file. The columns are views of this content."""
+    from clipmill.manifests.mapped_files import map_arrow_file  # not needed to write an index
 
     try:
         # `open_regular` has shown that the path is a regular file that opens without blocking, so Arrow may open it.
@@ -126,8 +126,8 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
         raise DamagedIndex(path, f"it has format {version!r}, expected {FORMAT_VERSION}")
     extensions = extensions_of(table)
     # The column's fields follow the key and the three columns of each member.
-    expected = index_schema(extensions, fields=list(table.schema)[1 + 3 * len(extensions) :])
-    if not table.schema.equals(expected):
+    expected_schema = index_schema(extensions, fields=list(table.schema)[1 + 3 * len(extensions) :])
+    if not table.schema.equals(expected_schema):
         raise DamagedIndex(path, f"its columns {table.schema.names} do not match its extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "it does not have exactly one batch with at least one row")
@@ -135,7 +135,7 @@ def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> t
 
 
 def index_seconds(path: Path) -> float:
-    """Return the seconds of video in a shard, from the shard's index; 0 if the samples have no duration.
+    """Return the duration of the video in a shard in seconds, from its index; 0 if the samples have no duration.
 
     Raises:
         DamagedIndex, OSError: See `open_index`.
@@ -156,7 +156,7 @@ def extensions_of(table: pa.Table) -> tuple[str, ...]:
 
 
 def member_columns(table: pa.Table, kind: str) -> np.ndarray:
-    """Return the offset, size or CRC-32 of each member, [rows, extensions], in the order of the tar.
+    """Return the offset, size or CRC-32 of each member, [rows, extensions], in the order of the members in the tar.
 
     Args:
         kind: `offset`, `size` or `crc32`.

@@ -1,7 +1,7 @@
 """Update the derived files of a variant at the end of a run: shard lists, commits.arrow and contents.json.
 
-Shard lists are text files with the names of the committed tars, for tools that take tar URLs. contents.json has the
-checksums of the other files.
+Shard lists are text files with the names of the committed tars, for tools that take tar URLs. contents.json contains
+the checksums of the other files.
 """
 
 import re
@@ -32,9 +32,9 @@ _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
-    """Return the content of the shard lists by file name: shards.txt, and shards-<split>.txt for each split.
+    """Return the content of each shard list by file name: shards.txt, and shards-<split>.txt for each split.
 
-    The tars are in ascending order of shard ID.
+    Tars are listed in ascending order of shard ID.
 
     Raises:
         ValueError: The name of a split is not valid in a file name.
@@ -70,16 +70,16 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             remove(path)
 
 
-def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collection[int]) -> dict[int, Commit]:
-    """Finish a run: remove commits that are no longer planned; write the shard lists, commits.arrow and contents.json.
+def finish_run(variant_dir: Path, *, dropped_ids: Collection[int], planned_ids: Collection[int]) -> dict[int, Commit]:
+    """Finish a run: remove unplanned commits, and write the shard lists, commits.arrow and contents.json.
 
     If the process is killed between two steps, nothing looks damaged: a shard is removed from contents.json before its
     commit is deleted, and a shard list is valid if it matches either its recorded checksum or the commits.
 
     Args:
-        dropped: IDs of shards whose commits to remove. Damaged records of shards that are not planned are removed too.
-        planned: IDs of the planned shards. If the record of a planned shard is damaged or missing, the shard stays in
-            contents.json, so that it is reported until it has been rebuilt.
+        dropped_ids: IDs of the shards whose commits to remove. Damaged records of unplanned shards are removed too.
+        planned_ids: IDs of the planned shards. If the record of a planned shard is damaged or missing, the shard stays
+            in contents.json, so that it is reported until it has been rebuilt.
 
     Returns:
         The remaining commits, by shard ID.
@@ -87,13 +87,13 @@ def finish_run(variant_dir: Path, *, dropped: Collection[int], planned: Collecti
     old_contents = _recorded_contents(variant_dir)
     records = read_commits(variant_dir)
     damaged_ids = {damaged.shard_id for damaged in records.damaged}
-    dropped = {*dropped, *damaged_ids.difference(planned)}
-    commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped}
-    shard_ids = frozenset(commits.keys() | damaged_ids.intersection(planned))
+    dropped_ids = {*dropped_ids, *damaged_ids.difference(planned_ids)}
+    commits = {shard_id: commit for shard_id, commit in records.commits.items() if shard_id not in dropped_ids}
+    shard_ids = frozenset(commits.keys() | damaged_ids.intersection(planned_ids))
     if old_contents is not None and old_contents.shard_ids - shard_ids:
         write_contents(variant_dir, Contents(old_contents.shard_ids & shard_ids, old_contents.files))
     folders = dict(records.folders)
-    for shard_id in dropped:
+    for shard_id in dropped_ids:
         path = commit_path(variant_dir, shard_id)
         remove(path)
         if (name := _folder_name(path)) in folders:
@@ -116,7 +116,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _write_table(variant_dir: Path, records: CommitRecords, commits: dict[int, Commit]) -> str:
-    """Publish the table of `commits` unless it is up to date; return its SHA-256 (hex).
+    """Publish the table of `commits` unless it is up to date; return the SHA-256 of the table (hex).
 
     Args:
         records: Records before `finish_run` removed commits.
@@ -146,27 +146,27 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
     old_contents = _recorded_contents(variant_dir)
     if old_contents is None:
         return []
-    current = shard_lists(commits)
-    damaged = []
-    for name in sorted((old_contents.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | current.keys()):
+    lists = shard_lists(commits)
+    errors = []
+    for name in sorted((old_contents.files.keys() - {RECIPE_FILE, COMMIT_TABLE_FILE}) | lists.keys()):
         try:
             content = read_record(variant_dir / name)
         except IsADirectoryError as error:
-            damaged.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
+            errors.append(DamagedContents(variant_dir / name, error.strerror or str(error)))
             continue
         except FileNotFoundError:
             # The list may be missing because its split lost its last shard, or because an interrupted run did not write
             # the list of a new split.
-            if name in current and name in old_contents.files:
-                damaged.append(DamagedContents(variant_dir / name, "the shard list is missing"))
+            if name in lists and name in old_contents.files:
+                errors.append(DamagedContents(variant_dir / name, "the shard list is missing"))
             continue
-        if old_contents.files.get(name) != file_sha256(content) and current.get(name) != content:
-            damaged.append(DamagedContents(variant_dir / name, "the shard list differs from the list that was written"))
+        if old_contents.files.get(name) != file_sha256(content) and lists.get(name) != content:
+            errors.append(DamagedContents(variant_dir / name, "the shard list differs from the list that was written"))
     table_sha256 = old_contents.files.get(COMMIT_TABLE_FILE)
     if table_sha256 is not None and open_commit_table(variant_dir, sha256=table_sha256) is None:
         message = "the table of commits is missing, or differs from the table that was written"
-        damaged.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
-    return damaged
+        errors.append(DamagedContents(variant_dir / COMMIT_TABLE_FILE, message))
+    return errors
 
 
 def _recorded_contents(variant_dir: Path) -> Contents | None:

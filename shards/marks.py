@@ -1,4 +1,4 @@
-"""Reader marks: files in a data folder that list the variants in use, so that `prep gc` does not remove them.
+"""Reader marks: files in a data folder that list the variants in use, so that `prep gc` keeps these variants.
 
     .readers/<16 hex>.lock    mark of a reader: the process or run, the time at which it started, and its variants
     .readers/.lock            lock, held by readers that write a mark (shared) and by `prep gc` (exclusive)
@@ -9,9 +9,9 @@ process dies, its mark expires: immediately for commands on the same machine, an
 renewal for commands on other machines. The age of a mark is the difference between two timestamps from the storage
 (file system or bucket), so it does not depend on the clocks of the machines.
 
-An unfinished run has a mark that does not depend on a process (`mark_run`). It expires when the run finishes or its
-folder is removed. For commands on a machine without access to this folder, it expires `RUN_EXPIRY_S` seconds after the
-last start of the run.
+An unfinished run has a mark that does not depend on a process (`mark_run`). This mark expires when the run finishes, or
+when the folder of the run is removed. On a machine that cannot access this folder, the mark expires `RUN_EXPIRY_S`
+seconds after the run was last started.
 
 If a mark cannot be written, the process prints a note and reads without a mark. If a mark cannot be read, its reader
 may be using any variant, so all variants are kept until the mark is `RUN_EXPIRY_S` seconds old.
@@ -106,7 +106,7 @@ class LocalMarks:
 
         Args:
             is_shared: True for readers, False for `prep gc`.
-            on_wait: Function that is called if another process has the lock.
+            on_wait: Function that is called if another process holds the lock.
         """
         with suppress(FileExistsError):
             self._folder.mkdir()
@@ -205,7 +205,7 @@ class _Mark:
             self.marks.remove(self.name)
 
 
-_folders: dict[Path, Marks | None] = {}  # data folders for which marks are enabled; None if marks cannot be written
+_folders: dict[Path, Marks | None] = {}  # marks by data folder, if enabled; None if they cannot be written
 _marks: dict[Path, _Mark] = {}  # marks of this process, by folder of the variant
 _block_marks: list[list[_Mark]] = []  # marks that each active `keep_marks` block keeps, outermost block first
 _lock = threading.Lock()
@@ -218,7 +218,7 @@ def enable_marks(data_dir: Path, objects: "Objects | None" = None) -> None:
     Marks stay enabled until the outermost `keep_marks` block ends. Only the first process on each node leaves marks.
 
     Args:
-        data_dir: Data folder, or a local copy of the small files of a remote data folder.
+        data_dir: Data folder, or a local copy of the small files in a remote data folder.
         objects: Objects of the remote data folder; None for a local data folder.
     """
     is_first_of_node = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
@@ -233,7 +233,7 @@ def leave_mark(directory: Path) -> object | None:
         directory: Folder of the variant.
 
     Returns:
-        Token that the caller must keep as long as it uses the variant; None if no mark was left.
+        Token that the caller must keep while the variant is in use; None if no mark was left.
     """
     global _renewal
     if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
@@ -250,13 +250,13 @@ def leave_mark(directory: Path) -> object | None:
         if _block_marks:
             _block_marks[-1].append(mark)
         if _renewal is None:
-            _renewal = threading.Thread(target=_renew_forever, name="marks of readers", daemon=True)
+            _renewal = threading.Thread(target=_renew_forever, name="reader marks", daemon=True)
             _renewal.start()
         return user
 
 
 def _write_mark(mark: _Mark) -> bool:
-    """Write a mark; return True. If it cannot be written, print a note and return False."""
+    """Write a mark, and return True. If the mark cannot be written, print a note and return False."""
     marks = mark.marks
     message = f"waiting for prep gc, which is removing variants in {marks.location}\n"
     try:
@@ -412,7 +412,7 @@ def list_readers(data_dir: Path) -> Readers:
         path, age_s = f"{READERS_FOLDER}/{name}", now_s - modified_s
         record = _parse_record(content)
         if record is None:
-            text = f"an unknown reader, because {path} cannot be read; remove it if nothing reads the data folder"
+            text = f"an unknown reader, because {path} cannot be read; remove the file if nothing reads the data folder"
             (ended if age_s > RUN_EXPIRY_S else active).append(Reader(path, text, None))
             continue
         holder, since, run = record.get("holder"), record.get("since"), record.get("run")

@@ -1,10 +1,10 @@
-"""Write, open and verify merged tables, `chunks.arrow`, which hold the samples of many shards in one Arrow file.
+"""Write, open and verify merged tables: `chunks.arrow` files, each with the samples of many shards.
 
-Readers map the file into memory. It has a single batch, so that each column is one array, and all processes on a
-machine share its pages. The schema's metadata has a digest of the commits that the table was built from, by which
-readers recognise a stale table. Readers verify the columns that they use: each column's metadata has the CRC-32 of its
-values, and the schema's metadata has the CRC-32 of the schema, which covers names, types and these checksums. Tables
-are derived from the indexes, so no data are lost if a table is missing, stale or damaged: it is rebuilt.
+Readers map the file into memory. The file has a single batch, so that each column is one array, and all processes on a
+machine share its pages. The schema's metadata contains a digest of the commits that the table was built from, so that
+readers recognise a stale table. Readers verify the columns that they use: each column's metadata contains the CRC-32 of
+its values, and the schema's metadata contains the CRC-32 of the schema, which covers names, types and these checksums.
+A missing, stale or damaged table is rebuilt from the indexes, so no data are lost.
 
 clipmill.shards.format defines the columns of the tables.
 """
@@ -48,7 +48,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
 
     Args:
         table: Rows of the table. Each column must have one chunk.
-        commits: Commits from whose indexes the rows were read.
+        commits: Commits of the shards that the rows come from.
         metadata: Additional metadata of the schema.
     """
     fields = [field.with_metadata({_CRC_KEY: _crc32(table[field.name])}) for field in table.schema]
@@ -60,7 +60,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
 
 
 def open_merged_table(path: Path) -> pa.Table:
-    """Map a merged table and verify its schema. Its columns are zero-copy views of the file, with one chunk each.
+    """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
 
     Raises:
         FileNotFoundError: The table does not exist.
@@ -95,21 +95,23 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
         DamagedTable: The table lacks a column, or a column does not match its checksum.
     """
     try:
-        selected = table.select(table.column_names if columns is None else sorted(columns))
-        selected.validate(full=True)
+        selection = table.select(table.column_names if columns is None else sorted(columns))
+        selection.validate(full=True)
     except (pa.ArrowException, ValueError, KeyError) as error:
         raise _unreadable_error(path, error) from error
-    changed = [
-        field.name for field in selected.schema if _crc32(selected[field.name]) != (field.metadata or {}).get(_CRC_KEY)
+    changed_columns = [
+        field.name
+        for field in selection.schema
+        if _crc32(selection[field.name]) != (field.metadata or {}).get(_CRC_KEY)
     ]
-    if changed:
-        differ = "does not match its checksum" if len(changed) == 1 else "do not match their checksums"
-        raise DamagedTable(path, f"{', '.join(changed)} {differ}")
-    return selected
+    if changed_columns:
+        differ = "does not match its checksum" if len(changed_columns) == 1 else "do not match their checksums"
+        raise DamagedTable(path, f"{', '.join(changed_columns)} {differ}")
+    return selection
 
 
 def is_table_of(table: pa.Table | pa.Schema, commits: TableCommits) -> bool:
-    """Return True if a merged table (or its schema) shows that it was built from these commits."""
+    """Return True if a merged table was built from these commits, according to its schema."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     return (schema.metadata or {}).get(_DIGEST_KEY) == commits.digest
 
@@ -136,7 +138,7 @@ def read_remote_schema(path: Path) -> pa.Schema:
 
 
 def variant_state(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return a value that changes with everything that a variant's arrays depend on: commits and merged table."""
+    """Return a value that changes if a variant's commits or its merged table change; its arrays depend on both."""
     try:
         status = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -154,8 +156,8 @@ def _require_schema(schema: pa.Schema, path: Path) -> None:
 def _schema_crc32(schema: pa.Schema) -> bytes:
     """Return the CRC-32 (hex) of all fields and metadata of a schema, except the entry for this checksum."""
     fields = [(field.name, str(field.type), field.nullable, sorted((field.metadata or {}).items())) for field in schema]
-    others = sorted(item for item in (schema.metadata or {}).items() if item[0] != _SCHEMA_CRC_KEY)
-    return f"{zlib.crc32(repr((fields, others)).encode()):08x}".encode()
+    metadata = sorted(item for item in (schema.metadata or {}).items() if item[0] != _SCHEMA_CRC_KEY)
+    return f"{zlib.crc32(repr((fields, metadata)).encode()):08x}".encode()
 
 
 def _crc32(column: pa.ChunkedArray) -> bytes:

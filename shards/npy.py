@@ -16,7 +16,7 @@ _PREFIX_BYTES = len(_MAGIC) + 2
 def npy_bytes(array: np.ndarray) -> bytes:
     """Serialize an array as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
 
-    Payloads begin on 512-byte boundaries of the tar, so the data of the array do too.
+    A payload begins on a 512-byte boundary of the tar, so the array's data also begin on such a boundary.
 
     Raises:
         ValueError: The array contains Python objects, which would have to be pickled.
@@ -38,8 +38,8 @@ def data_offset(payload: bytes) -> int:
     """
     if payload[: len(_MAGIC)] != _MAGIC or len(payload) < _PREFIX_BYTES:
         raise ValueError("not a version 1.0 npy file")
-    (text_bytes,) = struct.unpack_from("<H", payload, len(_MAGIC))
-    return _PREFIX_BYTES + int(text_bytes)
+    (header_bytes,) = struct.unpack_from("<H", payload, len(_MAGIC))
+    return _PREFIX_BYTES + int(header_bytes)
 
 
 def load_npy(payload: bytes) -> np.ndarray | None:
@@ -53,21 +53,21 @@ def load_npy(payload: bytes) -> np.ndarray | None:
 
 def compress_frame(payload: bytes) -> bytes:
     """Compress `payload` as one Zstandard frame."""
-    packed: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
-    return packed
+    frame: bytes = pa.Codec("zstd", compression_level=3).compress(payload, asbytes=True)
+    return frame
 
 
-def decompress_frame(packed: bytes | memoryview, *, size_bytes: int) -> bytes:
+def decompress_frame(frame: bytes | memoryview, *, size_bytes: int) -> bytes:
     """Decompress the output of `compress_frame`.
 
     Args:
-        size_bytes: Size of the decompressed payload.
+        size_bytes: Size of the decompressed payload in bytes.
 
     Raises:
         ValueError: The frame is damaged, or the payload has a different size.
     """
     try:
-        payload: bytes = pa.decompress(packed, decompressed_size=size_bytes, codec="zstd", asbytes=True)
+        payload: bytes = pa.decompress(frame, decompressed_size=size_bytes, codec="zstd", asbytes=True)
     except OSError as error:
         raise ValueError(str(error)) from None
     return payload

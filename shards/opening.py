@@ -1,7 +1,7 @@
 """Open untrusted files safely: damaged files, files on a dead mount, and containers that refer to other files.
 
-On a dead network mount, `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. If it
-does not return in time, the thread is abandoned: neither the caller nor the shutdown of the interpreter waits for it.
+On a dead network mount, `open` blocks and cannot be interrupted. Each `open` therefore runs in a daemon thread. If
+`open` does not return in time, the thread is abandoned: neither the caller nor the interpreter's shutdown waits for it.
 While the thread is blocked, further calls with the same path fail immediately. Once `_MAX_BLOCKED` threads are blocked
 in a folder, all calls for that folder fail, so the number of abandoned threads is limited.
 
@@ -53,7 +53,7 @@ class Damaged(ClipmillError):
 
 
 class DamagedCommit(Damaged):
-    """A commit record is damaged, missing, or written by another program."""
+    """A commit record is damaged or missing, or was written by another program."""
 
     @property
     def shard_id(self) -> int:
@@ -134,7 +134,7 @@ def _open_timeout(path: Path) -> TimeoutError:
 
 
 def _open(path: Path, opening: _Opening) -> None:
-    """Open `path` in the current thread; close it again if the caller has given up."""
+    """Open `path` in the current thread; close the file again if the caller has given up."""
     try:
         descriptor = _open_now(path)
     except Exception as error:  # noqa: BLE001 - the caller raises it

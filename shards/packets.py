@@ -1,4 +1,4 @@
-"""Packet tables of a shard, from which readers determine the bytes of a chunk that given frames need."""
+"""Packet tables of a shard, which tell readers the bytes of a chunk that they need to decode given frames."""
 
 from array import array
 from bisect import bisect_right
@@ -46,7 +46,7 @@ class PacketTable:
 
     @property
     def has_closed_gops(self) -> bool:
-        """True if all GOPs are closed: each frame after a keyframe in decode order is also displayed after it."""
+        """True if all GOPs are closed: no frame is decoded after a keyframe but displayed before it."""
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
@@ -57,7 +57,7 @@ class PacketTable:
         return bool((self.flags & PACKET_RECOVERY).any())
 
     def packets_for(self, frames: Iterable[int]) -> list[int]:
-        """Return the packets that `frames` need in a chunk with closed GOPs: their positions in ascending order.
+        """Return the positions of the packets that `frames` need in a chunk with closed GOPs, in ascending order.
 
         A frame needs its own packet, and all reference packets from the keyframe of its GOP up to that packet.
 
@@ -87,7 +87,7 @@ class PacketTable:
         return packets
 
     def packet_runs_for(self, frames: Iterable[int]) -> list[list[int]]:
-        """Return the packets that `frames` need in a chunk whose GOPs may be open, divided into runs.
+        """Return the positions of the packets that `frames` need in a chunk whose GOPs may be open, divided into runs.
 
         Each run begins at a keyframe and is decoded independently, because a decoder that skips to a keyframe that is
         not an IDR picture outputs frames in the wrong order. A leading frame follows a keyframe in decode order but is
@@ -119,8 +119,11 @@ class PacketTable:
             if keys[first_gop] >= start:
                 start, key_frame = keys[first_gop], frame_of[keys[first_gop]]
                 runs.append([])
-            skipped = range(start, position)
-            runs[-1] += [other for other in skipped if flags[other] & PACKET_REFERENCE and frame_of[other] >= key_frame]
+            runs[-1] += [
+                packet
+                for packet in range(start, position)
+                if flags[packet] & PACKET_REFERENCE and frame_of[packet] >= key_frame
+            ]
             runs[-1].append(position)
             start = position + 1
         return runs
@@ -157,12 +160,13 @@ class SourceFrames:
 class PacketTables:
     """The packet tables and decoding parameters of all chunks in an index.
 
-    Thousands of these objects are open at once. Each takes about 1 kB, because it stores little more than a reference
-    to the content of the index and the offsets of its columns. As Arrow objects, the columns would take 27 kB.
+    Thousands of these objects are open at the same time. Each takes about 1 kB, because it stores little more than a
+    reference to the content of the index and the offsets of its columns. As Arrow objects, the columns would take
+    27 kB.
 
     Args:
         index: Table whose columns are views of `content`.
-        content: Bytes of the index file. The object keeps a reference to them.
+        content: Bytes of the index file. The object keeps a reference to these bytes.
     """
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:
@@ -186,10 +190,10 @@ class PacketTables:
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
         # There are only one or two streams, because one recipe encodes all chunks of a variant.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
-        stream_numbers = {stream: number for number, stream in enumerate(self._streams)}
-        number_bytes = bytes(stream_numbers[stream] for stream in streams) if len(stream_numbers) < 256 else None
-        self._row_streams: Sequence[int] | None = number_bytes or [stream_numbers[stream] for stream in streams]
-        # Compute `PacketTable.has_closed_gops` of all chunks at once, which is far faster than one call per chunk.
+        indices = {stream: index for index, stream in enumerate(self._streams)}
+        row_bytes = bytes(indices[stream] for stream in streams) if len(indices) < 256 else None
+        self._row_streams: Sequence[int] | None = row_bytes or [indices[stream] for stream in streams]
+        # Compute `PacketTable.has_closed_gops` of all chunks in one pass, which is far faster than one call per chunk.
         flags, frame = values[3], values[2]
         first, end = row_offsets[0], row_offsets[-1]
         has_packets = row_offsets[1:] > row_offsets[:-1]

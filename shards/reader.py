@@ -1,4 +1,4 @@
-"""Read the committed shards of a variant, the members of its samples, and samples by key."""
+"""Read the committed shards of a variant and the members of its samples, and look up samples by key."""
 
 import os
 import shlex
@@ -39,7 +39,7 @@ class CommittedShard:
     """
 
     def __init__(
-        self, directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes, verified: dict[int, int]
+        self, directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes, verified_indexes: dict[int, int]
     ) -> None:
         self.commit = commit
         self.shard_id = commit.shard_id
@@ -54,7 +54,7 @@ class CommittedShard:
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
         # Identity of each verified index file, by shard ID. The variant owns the dict, which outlives this object.
-        self._verified = verified
+        self._verified_indexes = verified_indexes
 
     @cached_property
     def tar_path(self) -> Path:
@@ -63,7 +63,7 @@ class CommittedShard:
 
     @property
     def tar_name(self) -> str:
-        """Name of the tar for messages: its path or URL."""
+        """Name of the tar in messages: its path or URL."""
         return self._tars.name(self.tar_path)
 
     @cached_property
@@ -90,7 +90,7 @@ class CommittedShard:
         return index
 
     def close(self) -> bool:
-        """Drop the index. It is unmapped once nothing uses it, and mapped again when it is needed."""
+        """Drop the index. It is unmapped once nothing uses it, and mapped again on demand. Return True."""
         self._index = self._packet_tables = None
         OPEN_MAPS.note_close(self)
         return True
@@ -105,26 +105,27 @@ class CommittedShard:
         with open_lock(self._lock, self.index_path):
             tables = self._packet_tables
             if tables is None:
-                self.require_committed_index()  # before mapping: it may replace a damaged copy of a remote index
+                self.require_committed_index()  # before mapping: this may replace a damaged copy of a remote index
                 tables = self._packet_tables = PacketTables(*open_index_content(self.index_path))
         OPEN_MAPS.note_use(self)
         return tables
 
     def require_committed_index(self) -> None:
-        """Verify the index against its commit. This reads the complete file, but only once unless it changes.
+        """Verify the index against its commit. The complete file is read, but only once unless the file changes.
 
         Raises:
             DamagedIndex: The index differs from the commit.
             OSError: The index cannot be read.
         """
-        if self.shard_id in self._verified and _identity(self.index_path) == self._verified[self.shard_id]:
+        verified_identity = self._verified_indexes.get(self.shard_id)
+        if verified_identity is not None and _identity(self.index_path) == verified_identity:
             return
         sha256 = self._files.index_sha256
         self._tars.provide(self.index_path, size_bytes=self._files.index_bytes, sha256=sha256)
         identity = _identity(self.index_path)
         if scan(self.index_path).sha256 != sha256:
             raise DamagedIndex(self.index_path, "its content differs from the commit")
-        self._verified[self.shard_id] = identity
+        self._verified_indexes[self.shard_id] = identity
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
-    return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars(), verified={})
+    return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars(), verified_indexes={})
 
 
 class Variant:
@@ -186,7 +187,7 @@ class Variant:
     Attributes:
         leave_mark: Function that marks the folder of a variant as in use when the variant is opened, and returns an
             object that keeps the mark (`clipmill.shards.marks`); None if variants are opened without marks.
-        mark_user: Object that keeps the mark.
+        mark_user: Object that keeps the mark; None without a mark.
         commits: Intact commits.
         damaged: Errors for damaged and missing commit records, whose shards cannot be read.
         contents_damage: Error if contents.json is damaged.
@@ -207,7 +208,7 @@ class Variant:
             self.contents_damage = error
         self._tars = tars or LocalTars()
         self._open_shards: dict[int, CommittedShard] = {}
-        self._verified: dict[int, int] = {}
+        self._verified_indexes: dict[int, int] = {}
         self._lock = threading.Lock()
         self._lookup: tuple[list[CommittedShard], KeyLookup] | None = None
 
@@ -229,21 +230,19 @@ class Variant:
         hint = f"run {how_to_make(column, data_dir, name)}"
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
-            available = ", ".join(list_variants(data_dir, column)) or "none"
-            raise UserError(
-                f"{data_dir} has no variant {name!r} of {column}",
-                hint=f"use one of the available variants ({available}), or {hint}",
-            )
+            if names := list_variants(data_dir, column):
+                hint = f"use one of the available variants ({', '.join(names)}), or {hint}"
+            raise UserError(f"{data_dir} has no variant {name!r} of {column}", hint=hint)
         mark_user = None if cls.leave_mark is None else cls.leave_mark(directory)  # before the commits are read
-        opened = cls(directory, tars=tars)
-        opened.mark_user = mark_user
-        return opened
+        opened_variant = cls(directory, tars=tars)
+        opened_variant.mark_user = mark_user
+        return opened_variant
 
     def require_complete(self) -> "Variant":
         """Return self if the variant is complete: it has commits, and no commit is damaged or missing.
 
         Raises:
-            UserError: The variant has no commits, or the samples of a shard would be missing without notice.
+            UserError: The variant has no commits, or a commit or contents.json is damaged or missing.
         """
         if not self.commits and not self.damaged:
             folder = self.directory.parent
@@ -313,7 +312,11 @@ class Variant:
             if commit.files is None:
                 raise KeyError(commit.shard_id)
             shard = CommittedShard(
-                self.directory, commit=commit, files=commit.files, tars=self._tars, verified=self._verified
+                self.directory,
+                commit=commit,
+                files=commit.files,
+                tars=self._tars,
+                verified_indexes=self._verified_indexes,
             )
         # Threads that open a shard at the same time get the same object.
         return self._open_shards.setdefault(commit.shard_id, shard)
@@ -337,7 +340,7 @@ class Variant:
         return self.tar_files.num_samples
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
-        """Return the shard of a sample, and its row in the index. The first call reads the keys of all shards.
+        """Return the shard of a sample, and the sample's row in the index. The first call reads the keys of all shards.
 
         Raises:
             KeyError: No committed shard contains the key.
@@ -346,11 +349,12 @@ class Variant:
             if self._lookup is None:
                 shards = self.shards()
                 self._lookup = shards, KeyLookup([shard.index for shard in shards])
-        number, row = self._lookup[1].find(key)
-        return self._lookup[0][number], row
+        shards, lookup = self._lookup
+        shard_index, row = lookup.find(key)
+        return shards[shard_index], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the samples in order as WebDataset does: dicts with `__key__`, and the payload of each extension."""
+        """Yield the samples in order, as the dicts that WebDataset yields: `__key__`, and each payload by extension."""
         for shard in self.shards(split):
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
@@ -358,7 +362,7 @@ class Variant:
 
 
 class KeyLookup:
-    """Lookup of keys in the indexes of many shards.
+    """Lookup table for keys in the indexes of many shards.
 
     The sorted keys are in one Arrow array, which avoids a Python object per key.
     """
@@ -373,7 +377,7 @@ class KeyLookup:
             self._first_rows.append(self._first_rows[-1] + index.num_rows)
 
     def find(self, key: str) -> tuple[int, int]:
-        """Return the number of the index that contains `key`, and the row in that index.
+        """Return the position in `indexes` of the index that contains `key`, and the row in that index.
 
         Raises:
             KeyError: No index contains `key`.
@@ -382,5 +386,5 @@ class KeyLookup:
         if rank == len(self._keys) or self._keys[rank].as_py() != key:
             raise KeyError(key)
         position = int(self._positions[rank])
-        number = bisect_right(self._first_rows, position) - 1
-        return number, position - self._first_rows[number]
+        place = bisect_right(self._first_rows, position) - 1
+        return place, position - self._first_rows[place]

@@ -1,8 +1,8 @@
 """The scores of a chunk: the type, meaning and presentation of each score (docs/columns.md).
 
 Each score is a field of the index and of the member, a name in `--where`, and a section of the page that `prep inspect
---column scores --html` writes. `prep verify --deep` checks its range. `score_chunk` in `prep/scores/score.py` computes
-the values.
+--column scores --html` writes. `prep verify --deep` checks the range of each score. `score_chunk` in
+`prep/scores/score.py` computes the values.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class Score:
 
     Attributes:
         name: Name of the field.
-        arrow_type: Arrow type: a number, or a list of numbers. Expressions cannot use lists.
+        arrow_type: Arrow type: a number, or a list of numbers. `--where` cannot use lists.
         meaning: Meaning of the value, with its unit.
         title: Heading of the distribution of the values; empty if a distribution would be meaningless.
         upper_bound: Highest possible value. The lowest possible value of every number is 0.
         is_brief: True to show the value on the card of a chunk.
-        sort_label: Label for sorting cards by this value. If empty, cards cannot be sorted by the value, and their page
-            does not show its distribution.
+        sort_label: Label for sorting cards by this value. If empty, cards cannot be sorted by this value, and the page
+            of the cards does not show its distribution.
     """
 
     name: str
@@ -77,5 +77,5 @@ SCORES = (
 )
 NUMBERS = tuple(score.name for score in SCORES if score.is_number)
 
-# Fields of a `scores` index row in addition to key and member.
+# Fields of a `scores` index row, in addition to the key and the columns of the member.
 SCORES_FIELDS = chunk_fields(*(pa.field(score.name, score.arrow_type) for score in SCORES))

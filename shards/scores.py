@@ -1,24 +1,24 @@
-"""The merged table of `scores`, with near-duplicate chunks; leakage between splits.
+"""The merged table of `scores`, near-duplicate chunks, and leakage between splits.
 
 The table is `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at the end of a run. It is an Arrow IPC
-file with one batch, ordered by video (as in the manifest) and start, which readers map into memory. Its columns are
-SCORES_FIELDS without `chunk_fingerprint`; `video_id` is dictionary-encoded, with ascending codes. `duplicate_of` is the
-row of the first look-alike chunk of an earlier video, or -1, and `has_look_alike` is true if a chunk of any other video
-looks alike. If the scores of a chunk could not be computed, they are null. clipmill.shards.merged_table defines how
-readers recognise a stale or damaged file.
+file with one batch, which readers map into memory. Rows are ordered by video (as in the manifest) and start. The
+columns are SCORES_FIELDS without `chunk_fingerprint`, and two more. `video_id` is dictionary-encoded, with ascending
+codes. `duplicate_of` is the row of the first look-alike chunk in an earlier video, or -1. `has_look_alike` is true if a
+chunk in any other video looks alike. Scores that could not be computed are null. clipmill.shards.merged_table defines
+how readers recognise a stale or damaged file.
 
-Two chunks look alike if their perceptual hashes differ in few bits. If two 64-bit hashes differ in at most 4 bits, they
-agree in at least two of six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the
-hashes are sorted by these two bands, and only hashes with equal bands are compared.
+Two chunks look alike if their 64-bit perceptual hashes differ in at most 4 bits. Such hashes agree in at least two of
+six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the hashes are sorted by these two
+bands, and only hashes that agree in both bands are compared.
 
 An image without content, such as a black frame, a single color or a gradient, is never considered a look-alike
 (`is_comparable`). ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the
 hash of an image with content. Without content, nearly all frequencies are zero, so almost no bits are set (none for
 black, one for any other color). Hashes with fewer than 24 or more than 40 set bits are omitted. Chunks of the same
-video are not compared, because chunks in a static shot look alike, but have different captions.
+video are not compared, because chunks of a static shot look alike, but have different captions.
 
-Leakage is a look-alike of a chunk in a different split. It is computed from this table and the splits in the manifest.
-If a video has captions of several splits, a chunk belongs to the split of its middle frame, which was also hashed.
+Leakage means that chunks in different splits look alike. It is computed from this table and the splits in the manifest.
+If a video has captions in several splits, a chunk belongs to the split of its middle frame, which is the hashed frame.
 """
 
 import shlex
@@ -53,7 +53,7 @@ from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES_FIELDS
 
-_STALE = "shards of scores have changed since it was written"
+_STALE = "shards of scores have changed since the table was written"
 _ROWS = pa.schema([field for field in SCORES_FIELDS if field.name != "chunk_fingerprint"])
 _SCHEMA = pa.schema(
     [
@@ -82,7 +82,7 @@ def publish_score_table(variant: Variant) -> Path:
     Raises:
         UserError: An index is damaged, or contains a NaN.
     """
-    # Collect the rows of all indexes, and rows of nulls for the chunks that failed.
+    # Collect the rows of all indexes, and add rows of nulls for the chunks that failed.
     tables = [_ROWS.empty_table()]
     for shard in variant.shards():
         try:
@@ -105,9 +105,9 @@ def publish_score_table(variant: Variant) -> Path:
     # Sort the rows by video and start, in one Arrow chunk. Videos that are not in the manifest come last.
     video_column = rows["video_id"].dictionary_encode().combine_chunks()
     ids = video_column.dictionary
-    number = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
+    manifest_row = pc.index_in(ids, value_set=read_videos(variant.directory.parent.parent)["video_id"].combine_chunks())
     video_order = pc.sort_indices(
-        pa.table({"number": number, "id": ids}), [("number", "ascending"), ("id", "ascending")]
+        pa.table({"row": manifest_row, "id": ids}), [("row", "ascending"), ("id", "ascending")]
     )
     rank = np.empty(len(ids), np.int32)
     rank[video_order.to_numpy()] = np.arange(len(ids), dtype=np.int32)
@@ -119,7 +119,7 @@ def publish_score_table(variant: Variant) -> Path:
 
 
 def write_score_table(variant: Variant, rows: pa.Table) -> Path:
-    """Find near duplicates among rows, and publish the merged table.
+    """Find near duplicates in rows of scores, and publish the merged table.
 
     Args:
         rows: Scores, ordered by video and start, in one Arrow chunk.
@@ -128,14 +128,14 @@ def write_score_table(variant: Variant, rows: pa.Table) -> Path:
         Path of the table.
     """
     phash = rows["phash"]
-    comparable = np.flatnonzero(pc.is_valid(phash))
-    hashes = pc.fill_null(phash, 0).to_numpy()[comparable]
+    hashed_rows = np.flatnonzero(pc.is_valid(phash))
+    hashes = pc.fill_null(phash, 0).to_numpy()[hashed_rows]
     has_content = is_comparable(hashes)
-    comparable, hashes = comparable[has_content], hashes[has_content]
+    hashed_rows, hashes = hashed_rows[has_content], hashes[has_content]
     duplicate_of, has_look_alike = np.full(len(rows), -1), np.zeros(len(rows), bool)
     video = rows["video_id"].chunk(0).indices.to_numpy() if len(rows) else np.empty(0, np.int32)
-    first, has_look_alike[comparable] = first_look_alikes(hashes, video=video[comparable])
-    duplicate_of[comparable] = np.where(first >= 0, comparable[first], -1)
+    look_alikes, has_look_alike[hashed_rows] = first_look_alikes(hashes, video=video[hashed_rows])
+    duplicate_of[hashed_rows] = np.where(look_alikes >= 0, hashed_rows[look_alikes], -1)
     rows = rows.append_column("duplicate_of", pa.array(duplicate_of))
     rows = rows.append_column("has_look_alike", pa.array(has_look_alike)).cast(_SCHEMA)
     path = variant.directory / CHUNKS_FILE
@@ -150,8 +150,8 @@ def open_scores(data_dir: Path, *, columns: Collection[str] | None = None) -> Sc
         columns: Columns to read and verify; None for all.
 
     Raises:
-        UserError: There are no scores; they were made from a different variant of `video`; or the table is missing,
-            stale or damaged.
+        UserError: There are no scores; the scores were made from a different variant of `video`; or the table is
+            missing, stale or damaged.
     """
     variant = Variant.open(data_dir, column=SCORES).require_complete()
     require_current_chunks(variant, data_dir)
@@ -173,7 +173,7 @@ def require_current_chunks(variant: Variant, data_dir: Path) -> None:
     if source is not None and source != video:
         raise UserError(
             f"the column {column} was made from the chunks of {source}, but the current variant of {VIDEO} is {video}",
-            hint=f"rebuild it with its settings: run prep status --data {shlex.quote(str(data_dir))} for the command",
+            hint=f"run prep status --data {shlex.quote(str(data_dir))}, which shows how to rebuild the column",
         )
 
 
@@ -205,13 +205,17 @@ def _read_table(path: Path, *, columns: Collection[str] | None, hint: str) -> pa
 
 
 MAX_DISTANCE = 4  # maximum number of bits in which the hashes of look-alikes differ
-MIN_BITS, MAX_BITS = 24, 40  # number of set bits in the hash of an image with content
+MIN_BITS, MAX_BITS = 24, 40  # range of the number of set bits in the hash of an image with content
 _BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))  # first bit, number of bits
 _NONE = np.iinfo(np.int64).max
 
 
 def is_comparable(phash: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return True for each hash (uint64 [N]) of an image with content, bool [N]."""
+    """Return True for each hash of an image with content, bool [N].
+
+    Args:
+        phash: Perceptual hashes, uint64 [N].
+    """
     bits = np.bitwise_count(phash)
     return (bits >= MIN_BITS) & (bits <= MAX_BITS)
 
@@ -233,16 +237,16 @@ def find_close_pairs(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.in
         is_last = np.append(key[1:] != key[:-1], True)
         ends = np.flatnonzero(is_last)
         num_later = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(key))
-        first = np.flatnonzero(num_later)
+        left = np.flatnonzero(num_later)
         for step in range(1, int(num_later.max(initial=0)) + 1):
-            first = first[num_later[first] >= step]
-            close = first[np.bitwise_count(sorted_hashes[first] ^ sorted_hashes[first + step]) <= MAX_DISTANCE]
+            left = left[num_later[left] >= step]
+            close = left[np.bitwise_count(sorted_hashes[left] ^ sorted_hashes[left + step]) <= MAX_DISTANCE]
             if len(close):
                 yield order[close], order[close + step]
 
 
-def _extract_bits(hashes: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint32]:
-    return ((hashes >> np.uint64(first)) & np.uint64((1 << count) - 1)).astype(np.uint32)
+def _extract_bits(hashes: NDArray[np.uint64], first_bit: int, num_bits: int) -> NDArray[np.uint32]:
+    return ((hashes >> np.uint64(first_bit)) & np.uint64((1 << num_bits) - 1)).astype(np.uint32)
 
 
 def first_look_alikes(
@@ -255,21 +259,21 @@ def first_look_alikes(
         video: Index of each frame's video, [N], in ascending order.
 
     Returns:
-        First look-alike row of an earlier video, or -1, int64 [N].
-        True if a row of any other video looks alike, bool [N].
+        First row in an earlier video that looks alike, or -1, int64 [N].
+        True if a row in any other video looks alike, bool [N].
     """
-    hashes, first, group = np.unique(phash, return_index=True, return_inverse=True)
-    last = np.empty(len(hashes), np.int64)
-    last[group] = np.arange(len(phash))  # the last value wins
-    nearest_first, nearest_last = first.copy(), last.copy()
+    hashes, first_row, group = np.unique(phash, return_index=True, return_inverse=True)
+    last_row = np.empty(len(hashes), np.int64)
+    last_row[group] = np.arange(len(phash))  # the last value wins
+    first_alike, last_alike = first_row.copy(), last_row.copy()
     for left, right in find_close_pairs(hashes):
-        for hash_row, other_row in ((left, right), (right, left)):
-            np.minimum.at(nearest_first, hash_row, first[other_row])
-            np.maximum.at(nearest_last, hash_row, last[other_row])
-    first_alike = nearest_first[group]
-    is_duplicate = video[first_alike] < video
-    has_look_alike = is_duplicate | (video[nearest_last[group]] > video)
-    return np.where(is_duplicate, first_alike, -1), has_look_alike
+        for hash_index, other_index in ((left, right), (right, left)):
+            np.minimum.at(first_alike, hash_index, first_row[other_index])
+            np.maximum.at(last_alike, hash_index, last_row[other_index])
+    look_alike = first_alike[group]
+    is_duplicate = video[look_alike] < video
+    has_look_alike = is_duplicate | (video[last_alike[group]] > video)
+    return np.where(is_duplicate, look_alike, -1), has_look_alike
 
 
 def first_look_alikes_by_part(
@@ -285,13 +289,13 @@ def first_look_alikes_by_part(
         Row of the first look-alike, or -1, int64 [N, num_parts].
     """
     hashes, group = np.unique(phash, return_inverse=True)
-    first = np.full((len(hashes), num_parts), _NONE)
-    np.minimum.at(first, (group, part), np.arange(len(phash)))
-    nearest = first.copy()
+    first_row = np.full((len(hashes), num_parts), _NONE)
+    np.minimum.at(first_row, (group, part), np.arange(len(phash)))
+    first_alike = first_row.copy()
     for left, right in find_close_pairs(hashes):
-        np.minimum.at(nearest, left, first[right])
-        np.minimum.at(nearest, right, first[left])
-    return np.where(nearest == _NONE, -1, nearest)[group]
+        np.minimum.at(first_alike, left, first_row[right])
+        np.minimum.at(first_alike, right, first_row[left])
+    return np.where(first_alike == _NONE, -1, first_alike)[group]
 
 
 MAX_PAIRS = 1000  # maximum number of pairs to list for each pair of splits
@@ -315,7 +319,7 @@ class Leakage:
 
     Attributes:
         counts: (split, other split) -> number of chunks in the first split that look like a chunk in the other split.
-            `train` is always the second split.
+            `train` is only ever the second split of a pair.
         pairs: First pairs for each entry of `counts`, at most MAX_PAIRS each.
         unknown_because: Reason why the scores cannot be used; None if they can be used.
     """
@@ -359,16 +363,16 @@ def find_leakage(data_dir: Path) -> Leakage | None:
         table, part, names = _look_alikes(data_dir)
     except UserError as error:
         return Leakage({}, [], unknown_because=str(error))
-    first = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    look_alikes = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
     counts: dict[tuple[str, str], int] = {}
     pairs: list[Pair] = []
-    for number, name in enumerate(names):
-        for other_number, other_name in enumerate(names[:number]):
-            rows = np.flatnonzero((part == number) & (first[:, other_number] >= 0))
+    for split_index, name in enumerate(names):
+        for other_index, other_name in enumerate(names[:split_index]):
+            rows = np.flatnonzero((part == split_index) & (look_alikes[:, other_index] >= 0))
             if len(rows):
                 counts[name, other_name] = len(rows)
                 for row in rows[:MAX_PAIRS].tolist():
-                    other_row = int(first[row, other_number])
+                    other_row = int(look_alikes[row, other_index])
                     pairs.append(Pair(name, key_of_row(table, row), other_name, key_of_row(table, other_row)))
     return Leakage(counts, pairs)
 
@@ -382,13 +386,13 @@ def look_alike_keys(data_dir: Path, *, split: str, other_split: str) -> set[str]
     table, part, names = _look_alikes(data_dir)
     if not {split, other_split} <= set(names):
         return set()
-    first = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
-    has_look_alike = (part == names.index(split)) & (first[:, names.index(other_split)] >= 0)
+    look_alikes = first_look_alikes_by_part(table["phash"].to_numpy(), part, num_parts=len(names))
+    has_look_alike = (part == names.index(split)) & (look_alikes[:, names.index(other_split)] >= 0)
     return {key_of_row(table, row) for row in np.flatnonzero(has_look_alike).tolist()}
 
 
 def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[str]]:
-    """Return the chunks that look like a chunk of another video, and their splits.
+    """Return the chunks that look like a chunk in another video, and the split of each chunk.
 
     Returns:
         Rows of the merged table.
@@ -404,8 +408,8 @@ def _look_alikes(data_dir: Path) -> tuple[pa.Table, NDArray[np.integer], list[st
     split = videos["split"].take(rows)
     if (divided := read_divided_videos(data_dir)) is not None:
         middle_us = _middles_us(data_dir, table, is_needed=np.isin(rows.to_numpy(), divided.video))
-        numbers = divided.find_splits(video=rows.to_numpy(), at_us=middle_us)
-        split = pc.coalesce(pa.array(divided.splits).take(pa.array(numbers, mask=numbers < 0)), split)
+        split_indices = divided.find_splits(video=rows.to_numpy(), at_us=middle_us)
+        split = pc.coalesce(pa.array(divided.splits).take(pa.array(split_indices, mask=split_indices < 0)), split)
     split_names = set(split.unique().to_pylist())
     names = [*(name for name in _FIRST_SPLITS if name in split_names), *sorted(split_names.difference(_FIRST_SPLITS))]
     return table, np.asarray(pc.index_in(split, value_set=pa.array(names, pa.string()))), names
@@ -415,7 +419,7 @@ def _middles_us(data_dir: Path, table: pa.Table, *, is_needed: NDArray[np.bool_]
     """Return the time of the middle of each chunk in microseconds, from the current variant of `video`, int64 [rows].
 
     Args:
-        is_needed: False for rows whose middle is not needed, which get the start of the chunk.
+        is_needed: True for rows whose middle is needed, bool [rows]. Other rows get the start of the chunk.
     """
     names = ("start_ms", "num_frames", "fps_num", "fps_den")
     try:

@@ -1,12 +1,12 @@
 """Select the chunks and captions of a data folder with a `--where` expression.
 
 Labels are the columns `label_NAME` of the captions in the manifest. They are compared as strings. If the expression
-compares a label with numbers or conditions, its values are converted first. A label is valid for the time span of its
-caption.
+compares a label with numbers or conditions, the values of the label are converted first. A label is valid for the time
+span of its caption.
 
 A caption with labels is selected by its own labels. A caption without labels is selected by the labels of the labelled
-captions that cover its time span: if captions with the same times have the same labels, the manifest stores the labels
-only once. A chunk is selected by the labels of the labelled captions that it overlaps.
+captions that cover its time span, because the manifest stores labels only once for captions with the same times and
+labels. A chunk is selected by the labels of the labelled captions that it overlaps.
 """
 
 import shlex
@@ -69,15 +69,15 @@ def selected_chunks(
             )
         columns |= {name: _take_rows(chunks[name], rows) for name in chunk_names}
     for column, names in where.stored_in.items():
-        table, failed = stored_rows(data_dir, column, names)
+        table, failed_keys = stored_rows(data_dir, column, names)
         rows = find_chunks(table, video_ids=video_ids, video_row=video_row, start_ms=start_ms)
-        missing = np.flatnonzero(rows < 0)
-        if failed:  # the values of a failed chunk are unknown, which is not an error
-            keys = [chunk_key(video_ids[int(video_row[row])].as_py(), int(start_ms[row])) for row in missing]
-            missing = missing[[key not in failed for key in keys]]
-        if len(missing):
+        missing_rows = np.flatnonzero(rows < 0)
+        if failed_keys:  # the values of a failed chunk are unknown, which is not an error
+            keys = [chunk_key(video_ids[int(video_row[row])].as_py(), int(start_ms[row])) for row in missing_rows]
+            missing_rows = missing_rows[[key not in failed_keys for key in keys]]
+        if len(missing_rows):
             raise UserError(
-                f"--where uses {column}, which {count_noun(len(missing), 'chunk')} of {len(rows):,} lack",
+                f"--where uses {column}, which {count_noun(len(missing_rows), 'chunk')} of {len(rows):,} lack",
                 hint=f"run prep status --data {shlex.quote(str(data_dir))} for the command that adds them; "
                 f"or leave {column} out of --where",
                 flags=("--where",),
@@ -88,7 +88,7 @@ def selected_chunks(
 
     begin_s, labelled = start_ms / 1000, read_labelled(data_dir, where.labels)
     spans = Spans(video_row, begin_s, begin_s + np.asarray(columns["duration_s"]))
-    part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=False)
+    part, caption = match_labels(labelled, spans, video_ids=video_ids, must_cover=False)
     return _mask_parts(where, columns, labelled, part=part, caption=caption)
 
 
@@ -103,9 +103,9 @@ def _mask_parts(
     """Return True for each part of a video that satisfies `where` with the labels of a matching caption, bool [parts].
 
     Args:
-        columns: Fields of each part that are not labels.
+        columns: Fields of each part, except labels.
         labelled: Captions with labels, converted by `label_values`.
-        part: Part in each pair of a part and a caption, int64 [pairs]. Every part occurs at least once.
+        part: Index of the part in each pair of a part and a caption, int64 [pairs]. Every part is in at least one pair.
         caption: Row of the caption in `labelled`, int64 [pairs]; -1 if no caption matches the part.
     """
     parts = pa.table(dict(columns))
@@ -149,7 +149,7 @@ def selected_captions(
     Args:
         where: Conditions on captions and their videos.
         captions: Captions of the manifest. Without a column `likelihood`, all likelihoods are unknown.
-        rows: Rows of the captions among which to select.
+        rows: Rows of the captions to select from.
         video_ids: Distinct IDs of videos.
         video_row: Index of each caption's video in `video_ids`, [rows].
         labelled: Captions with the labels that `where` uses (`labelled_captions`); None if it uses no labels.
@@ -164,7 +164,7 @@ def selected_captions(
     values = label_values(captions.take(pa.array(rows)), where.labels)
     is_labelled = has_labels(values, where.labels)  # a caption with labels is paired only with itself
     spans = Spans(np.where(is_labelled, -1, video_row), values["begin_s"].to_numpy(), values["end_s"].to_numpy())
-    part, caption = match_labels(labelled, spans, video_ids=video_ids, covering=True)
+    part, caption = match_labels(labelled, spans, video_ids=video_ids, must_cover=True)
     caption = np.where(is_labelled[part], len(labelled) + part, caption)
     names = sorted(where.labels)
     all_labels = pa.concat_tables([labelled.select(names), values.select(names)])
@@ -194,7 +194,7 @@ def empty_selection_error(where: Where, *, what: str) -> UserError:
     """Return the error for an expression that selects nothing.
 
     Args:
-        what: Description of the data among which the expression selects.
+        what: Description of the data that the expression selects from.
     """
     return UserError(
         f"--where '{where.text}' selects none of {what}",
@@ -206,7 +206,7 @@ def empty_selection_error(where: Where, *, what: str) -> UserError:
 def _video_columns(
     fields: Collection[str], data_dir: Path, *, video_ids: pa.Array, video_row: NDArray[np.integer]
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
-    """Return fields of videos, with one value for each chunk or caption in `video_row`."""
+    """Return the fields of videos that are among `fields`, with one value for each element of `video_row`."""
     codes = pa.array(video_row, pa.int32())
     columns: dict[str, pa.Array | pa.ChunkedArray] = {"video_id": pa.DictionaryArray.from_arrays(codes, video_ids)}
     if names := [name for name in _VIDEO_FIELDS if name in fields]:
@@ -280,14 +280,14 @@ def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa
     """Read the captions that have at least one of the given labels.
 
     Args:
-        kinds: Name of each label, and kind to which its values are converted; None for all labels that are not lists,
-            as strings.
+        kinds: Kind to which the values of each label are converted, by name of the label; None for all labels that are
+            not lists, as strings.
 
     Returns:
         Table with `video_id`, `begin_s`, `end_s` and the labels.
 
     Raises:
-        UserError: The captions do not have a label; a caption can have several values of a label; or a value cannot be
+        UserError: The captions lack a label; a caption can have several values of a label; or a value cannot be
             converted.
     """
     with open_captions(data_dir) as file:
@@ -356,7 +356,7 @@ def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
 
 
 def match_labels(
-    labelled: pa.Table, spans: Spans, *, video_ids: pa.Array, covering: bool
+    labelled: pa.Table, spans: Spans, *, video_ids: pa.Array, must_cover: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pair parts of videos with the labelled captions that overlap them.
 
@@ -364,7 +364,7 @@ def match_labels(
         labelled: Captions with labels, from `read_labelled`.
         spans: Parts of videos.
         video_ids: IDs of the videos of `spans`.
-        covering: True to pair a part only with captions that cover all of it.
+        must_cover: True to pair a part only with captions that cover all of it.
 
     Returns:
         Index of the part in each pair, int64 [pairs]. A part without a matching caption is in exactly one pair.
@@ -379,16 +379,16 @@ def match_labels(
         parts = part_order[part_of_video[video] : part_of_video[video + 1]]
         captions = caption_order[caption_of_video[video] : caption_of_video[video + 1]]
         begin_s, end_s = spans.begin_s[parts][:, None], spans.end_s[parts][:, None]
-        if covering:
+        if must_cover:
             is_match = (begins_s[captions] <= begin_s) & (ends_s[captions] >= end_s)
         else:
             is_match = (begins_s[captions] < end_s) & (ends_s[captions] > begin_s)
         rows, columns = np.nonzero(is_match)
         part.append(parts[rows])
         caption.append(captions[columns])
-    matches = np.concatenate(part)
-    unmatched = np.setdiff1d(np.arange(len(spans.video_row)), matches)
-    return np.concatenate([matches, unmatched]), np.concatenate([*caption, np.full(len(unmatched), -1)])
+    matched_parts = np.concatenate(part)
+    other_parts = np.setdiff1d(np.arange(len(spans.video_row)), matched_parts)
+    return np.concatenate([matched_parts, other_parts]), np.concatenate([*caption, np.full(len(other_parts), -1)])
 
 
 def _order_by_video(video_row: NDArray[np.integer], num_videos: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -27,7 +27,7 @@ class TarBytes(Protocol):
     gap_bytes: int
 
     def name(self, path: Path) -> str:
-        """Return the name of a tar for messages: its path or URL."""
+        """Return the name of a tar in messages: its path or URL."""
         ...
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -55,7 +55,7 @@ class TarBytes(Protocol):
 
 @dataclass(eq=False)
 class _OpenTar:
-    """A file descriptor that is closed with the last reference to it, so that it can be evicted while it is in use."""
+    """An open tar. Its descriptor is closed with the last reference to this object, so eviction does not harm users."""
 
     descriptor: int
 
@@ -66,7 +66,8 @@ class _OpenTar:
 class LocalTars:
     """`TarBytes` for local and mounted file systems. The `_MAX_OPEN_TARS` most recently used tars stay open.
 
-    Opening a tar blocks only threads that read this tar, for at most `clipmill.shards.opening.OPEN_LIMIT_S` seconds.
+    Opening a tar blocks only threads that read the same tar, for at most `OPEN_LIMIT_S` seconds
+    (clipmill.shards.opening).
     """
 
     gap_bytes = 1 << 14
@@ -143,6 +144,6 @@ class TarFiles:
     def __len__(self) -> int:
         return len(self.shard_ids)
 
-    def path(self, number: int) -> Path:
-        """Return the path of the tar at index `number` of the arrays."""
-        return self.directory / str(self.names[number].as_py())
+    def path(self, position: int) -> Path:
+        """Return the path of the tar at `position` in the arrays."""
+        return self.directory / str(self.names[position].as_py())

@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """The expected state of a committed file, and the codes for deviations from it."""
+    """Expected state of a committed file, and the codes of its possible problems."""
 
     name: str
     size_bytes: int
@@ -71,7 +71,7 @@ class _File:
 
 
 def commit_problem(error: DamagedCommit) -> Problem:
-    """Return a damaged commit record as a problem."""
+    """Return the problem that describes a damaged commit record."""
     return Problem(error.shard_id, None, Code.COMMIT_DAMAGED, str(error))
 
 
@@ -97,8 +97,8 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     """Check the existence and sizes of a shard's files, and read files only if they are newer than the commit.
 
-    If a newer file has the correct content, which is common in copied datasets, the commit record gets the modification
-    time of the file, so that the file is read only once.
+    In copied datasets, newer files often have the correct content. The commit record then gets the modification time of
+    the newest file, so that the files are read only once.
     """
     if commit.files is None:
         return []
@@ -244,7 +244,7 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
     return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
 
 
-_NUM_THREADS = 8  # on a network disk, looking up a file takes a request
+_NUM_THREADS = 8  # on a network disk, each lookup of a file is a request
 _MIN_LISTED = 50  # minimum number of shards in a folder for listing the folder instead of looking up each file
 
 States = dict[str, tuple[int, int]]  # file name -> (size in bytes, modification time in ns)
@@ -289,7 +289,7 @@ def check_record(variant_dir: Path, commit: Commit) -> list[Problem]:
     except DamagedCommit as error:
         return [commit_problem(error)]
     except FileNotFoundError:
-        return []  # another command has removed the record, or it is reported as missing
+        return []  # another command has removed the record, or the missing record is reported elsewhere
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     return [] if is_same else [commit_problem(DamagedCommit(path, f"it differs from {COMMIT_TABLE_FILE}"))]
@@ -337,7 +337,7 @@ def _states(folder: Path) -> States:
                     continue
                 states[entry.name] = state.st_size, state.st_mtime_ns
     except OSError:
-        pass  # look up each file separately, which reports the problem
+        pass  # each file is then looked up separately, and the problem is reported
     return states
 
 
@@ -362,7 +362,7 @@ def readable_rows(variant_dir: Path, commit: Commit, *, rows: RowFilter | None =
     the number of samples, but raise no exception.
 
     Args:
-        rows: Selection of rows, which is ignored if the index is lost; None for all rows.
+        rows: Filter for the rows; None for all rows. The filter is ignored if the index is lost.
     """
     if commit.files is None:
         return
@@ -384,13 +384,13 @@ def uncommitted_tars(variant_dir: Path, commits: Iterable[Commit]) -> list[Path]
     Such tars belong to earlier or lost commits. `prep gc` removes them.
     """
     committed_names = {commit.files.tar for commit in commits if commit.files is not None}
-    uncommitted = []
+    uncommitted_paths = []
     for folder in (variant_dir, *folders_in(variant_dir)):
         names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
         tars = [folder / name.replace(_INDEX_ENDING, ".tar") for name in names if name.endswith(_INDEX_ENDING)]
         tars = [tar for tar in tars if tar.name in names]
-        uncommitted += [tar for tar in tars if tar.relative_to(variant_dir).as_posix() not in committed_names]
-    return sorted(uncommitted)
+        uncommitted_paths += [tar for tar in tars if tar.relative_to(variant_dir).as_posix() not in committed_names]
+    return sorted(uncommitted_paths)
 
 
 def index_path(tar: Path) -> Path:
@@ -399,9 +399,13 @@ def index_path(tar: Path) -> Path:
 
 
 def uncommitted_samples(tar: Path, *, rows: RowFilter) -> Iterator[SalvagedSample]:
-    """Yield the samples of a tar from `uncommitted_tars` whose members match the CRC-32 in the index of the tar.
+    """Yield the samples of a tar without a commit, if their members match the CRC-32s in the index of the tar.
 
-    The index itself has no checksum, so this proves only that the members are intact, but not the key.
+    A match proves that the members are intact, but not that the key is correct, because the index has no checksum.
+
+    Args:
+        tar: Path from `uncommitted_tars`.
+        rows: Filter for the rows.
     """
     with suppress(DamagedIndex, OSError):
         yield from _read_indexed_samples(tar, table=open_index(index_path(tar)), rows=rows)
@@ -415,7 +419,7 @@ def _has_sha256(path: Path, *, sha256: str) -> bool:
 
 
 def _read_indexed_samples(tar: Path, *, table: pa.Table, rows: RowFilter | None) -> Iterator[SalvagedSample]:
-    """Yield the samples in an index whose members have the CRC-32 in the index."""
+    """Yield the samples whose members match the CRC-32s in the index."""
     if rows is not None:
         column, values = rows
         table = table.filter(pc.is_in(table[column], value_set=pa.array(sorted(values), pa.string())))

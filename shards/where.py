@@ -1,9 +1,9 @@
 """The expression language of `--where`, which selects chunks and captions by their fields.
 
 An expression is an SQL expression whose value depends only on the fields of one row. It consists of comparisons, `and`,
-`or`, `not`, `in`, `between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses it.
-Any other node in the parse tree is an error, because the expression may come from another person's settings file or
-checkpoint.
+`or`, `not`, `in`, `between`, `is null`, `like`, arithmetic, `case`, and the functions in `FUNCTIONS`. DuckDB parses the
+expression. Any other node in the parse tree is an error, because the expression may come from another person's settings
+file or checkpoint.
 
 An unknown (null) condition does not hold, and neither does its negation. A comparison with a literal uses the precision
 of the column: `motion <= 0.2` is true for a stored float32 of 0.2. Arithmetic uses float64, and the result of a
@@ -68,7 +68,7 @@ class Condition:
         text: Canonical form, which parses to the same condition.
         sql: SQL expression to evaluate.
         names: Names of the fields that the condition uses.
-        labels: Name of each label that the condition uses, and kind of the values with which it is compared.
+        labels: Kind of the values that each label in the condition is compared with, by name of the label.
     """
 
     text: str
@@ -112,10 +112,10 @@ def expression_error(text: str, problem: str, *, hint: str | None = None) -> Use
 
 
 class _Parser:
-    """Parser for an expression, which checks the nodes of the parse tree.
+    """Parser that checks the nodes of an expression's parse tree.
 
     Args:
-        fields: Name of each field, and kind of its values.
+        fields: Kind of each field's values, by name of the field.
         labels: Names of labels in the expression.
         known_labels: Function that returns the labels of the data folder for messages, separated by commas.
     """
@@ -245,12 +245,12 @@ class _Parser:
         return kinds
 
     def _label_name(self, node: _Node) -> str:
-        """Return the name of the label to which a node refers; empty for other nodes."""
+        """Return the name of the label that a node refers to; empty for other nodes."""
         name = node["column_names"][0].lower() if node["class"] == "COLUMN_REF" else ""
         return name if name in self._labels else ""
 
     def _kinds(self, nodes: list[_Node]) -> dict[int, Kind]:
-        """Return the kind of each node's value by `id(node)`, which DuckDB derives from the types of the fields."""
+        """Return the kind of each node's value, by `id(node)`. DuckDB derives it from the types of the fields."""
         import duckdb
 
         if not nodes:
@@ -265,7 +265,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Change a node so that arithmetic uses float64, and comparisons with literals the precision of the column."""
+        """Change a node: arithmetic uses float64, and a comparison with a literal uses the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _EXPONENT_LITERAL.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:
@@ -294,10 +294,10 @@ class _Parser:
         # DuckDB's locations are in bytes. Nodes that DuckDB adds have no location.
         if location is not None and len(_PREFIX) <= location < 1 << 63:
             valid_text = f"{_PREFIX}{self._text}".encode()[:location].decode(errors="ignore")
-            number = len(valid_text) - len(_PREFIX)
-            if number >= len(self._text):
-                number, problem = len(self._text), "the expression ends too early"
-            problem = f"character {number + 1}: {problem}"
+            position = len(valid_text) - len(_PREFIX)
+            if position >= len(self._text):
+                position, problem = len(self._text), "the expression ends too early"
+            problem = f"character {position + 1}: {problem}"
         raise expression_error(self._text, problem, hint=hint)
 
 
@@ -339,8 +339,8 @@ class Field:
     Attributes:
         kind: Kind of the values.
         level: Kind of object that the values describe.
-        column: Table column from which the values are read.
-        sql: Expression that computes the values from the table column; empty if the column has the values themselves.
+        column: Table column that the values are read from.
+        sql: Expression that computes the values from the table column; empty if the column contains the values.
         stored_in: Column of the data folder that stores the values; empty for values from the manifest or `video`.
     """
 
@@ -416,7 +416,7 @@ class Where:
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
-        """Columns of the data folder besides `video` that the expression needs, with the fields of each."""
+        """Fields that the expression needs from other columns of the data folder than `video`, by column."""
         fields: dict[str, set[str]] = {}
         for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:
@@ -424,10 +424,10 @@ class Where:
         return fields
 
     def mask(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return True for each row for which all conditions are true, bool [rows]. An unknown condition is not true.
+        """Return True for each row that satisfies all conditions, bool [rows]. Unknown conditions are not satisfied.
 
         Args:
-            table: Rows, with at least the columns `columns`.
+            table: Rows to select from, with at least the columns `columns`.
 
         Raises:
             UserError: A condition cannot be evaluated, for example because a number exceeds the range of its type.
@@ -441,16 +441,16 @@ class Where:
             database.register("rows", table.select(sorted(self.columns) or table.column_names[:1]))
             query = f"select coalesce({conditions}, false) as selected from (select {fields or '1'} from rows)"
             try:
-                selected = database.execute(query).fetchnumpy()["selected"]
+                mask = database.execute(query).fetchnumpy()["selected"]
             except duckdb.Error as error:
                 raise expression_error(self.text, str(error)) from error
-        return np.asarray(selected, bool)
+        return np.asarray(mask, bool)
 
     def split_by_level(self, *, label_level: Level = "caption") -> "tuple[Where | None, Where | None]":
         """Split the expression into conditions on chunks and videos, and conditions on captions.
 
         Args:
-            label_level: Kind of object to which conditions on labels apply: caption or chunk.
+            label_level: Kind of object that conditions on labels apply to: caption or chunk.
 
         Returns:
             The two parts; None for a part without conditions.
@@ -502,7 +502,7 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
         data_dir: Data folder whose labels are listed in messages; None if it is unknown.
 
     Raises:
-        UserError: The expression is invalid. The message has the position of the error.
+        UserError: The expression is invalid. The message states the position of the error.
     """
     if not isinstance(text, str):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Shard writer, which streams samples into a temporary tar, and publishes the tar with its indexes once it is complete.
+"""Shard writer that streams samples into a temporary tar, and publishes the complete tar with its indexes.
 
 A killed writer leaves only a temporary file.
 """
@@ -59,7 +59,7 @@ class ShardWriter:
     Only the index and one sample are in memory at a time.
 
     Args:
-        variant_dir: Folder of the variant. It must exist: if it is missing, the data folder is wrong.
+        variant_dir: Folder of the variant. A missing folder is an error: it means that the data folder is wrong.
         shard_id: ID of the shard.
         extensions: Extensions of every sample's members, in order.
         fields: Column-specific index fields, such as `clipmill.shards.format.VIDEO_FIELDS`.
@@ -147,7 +147,7 @@ class ShardWriter:
         if not self._keys:
             raise ValueError(f"shard {self._shard_id} has no samples; shards cannot be empty")
         if not _FINGERPRINT.fullmatch(fingerprint):
-            raise ValueError(f"{fingerprint!r} is not a fingerprint, which has at least 8 lower-case hex digits")
+            raise ValueError(f"{fingerprint!r} is not a fingerprint: use at least 8 lower-case hex digits")
         name = ShardName(self._shard_id, fingerprint)
         self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
         self._file.close()
@@ -180,7 +180,7 @@ class ShardWriter:
         if not _KEY.fullmatch(sample.key):
             raise ValueError(f"{sample.key!r} is not a valid key: use letters, digits, _ and -")
         if sample.key in self._keys:
-            raise ValueError(f"shard {self._shard_id} already has a sample with the key {sample.key!r}")
+            raise ValueError(f"shard {self._shard_id} already contains a sample with the key {sample.key!r}")
         if tuple(sample.members) != self._extensions:
             raise ValueError(f"{sample.key} has the members {list(sample.members)}, expected {list(self._extensions)}")
         if set(sample.fields) != self._fields:
@@ -202,9 +202,9 @@ class ShardWriter:
         offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
         tar = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
         expected_crc32s = member_columns(table, "crc32").ravel().tolist()
-        for number, (crc32, expected) in enumerate(zip(tar.crc32s, expected_crc32s, strict=True)):
-            if crc32 != expected:
-                key = table.column("key")[number // len(self._extensions)].as_py()
+        for position, (crc32, expected_crc32) in enumerate(zip(tar.crc32s, expected_crc32s, strict=True)):
+            if crc32 != expected_crc32:
+                key = table.column("key")[position // len(self._extensions)].as_py()
                 raise OSError(
                     errno.EIO, f"{key}: the bytes read back differ from the bytes written", os.fspath(self._temporary)
                 )

@@ -268,7 +268,7 @@ def _finish(
     """
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     planned = {shard.shard_id for shard in job.shards} - orphaned
-    commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
+    commits = finish_run(job.variant_dir, dropped_ids=orphaned, planned_ids=planned)
     if job.lag_limit_s:
         # On network file systems, new commits may become visible with a delay.
         made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
@@ -276,7 +276,7 @@ def _finish(
         unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
         what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
         if unseen and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s):
-            commits = finish_run(job.variant_dir, dropped=orphaned, planned=planned)
+            commits = finish_run(job.variant_dir, dropped_ids=orphaned, planned_ids=planned)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(part_job, commits, summary, results, missing)
     summary.failures = [*job.planning_failures, *summary.failures]

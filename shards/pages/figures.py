@@ -27,13 +27,13 @@ _ENCODER = {"crf": "29", "preset": "veryfast", "threads": "1"}
 def evenly_spaced_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
     """Return up to `at_most` evenly spaced items of a sequence, including the first and the last item."""
     last, count = len(items) - 1, min(len(items), at_most)
-    return [items[round(number * last / max(1, count - 1))] for number in range(count)]
+    return [items[round(index * last / max(1, count - 1))] for index in range(count)]
 
 
 def middle_items(items: Sequence[Item], *, at_most: int) -> list[Item]:
     """Divide a sequence into up to `at_most` equal parts, and return the middle item of each part."""
     count = min(len(items), at_most)
-    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
+    return [items[(2 * part + 1) * len(items) // (2 * count)] for part in range(count)]
 
 
 def data_uri(content: bytes, kind: str) -> str:
@@ -51,7 +51,7 @@ def jpeg_uri(frame: "NDArray[np.uint8]") -> str:
 
 
 def png_uri(frame: "NDArray[np.uint8]") -> str:
-    """Encode an image (uint8 RGB [H, W, 3]) as a PNG data URI, which is lossless."""
+    """Encode an image (uint8 RGB [H, W, 3]) losslessly as a PNG data URI."""
     return data_uri(_encode_image(frame, codec="png", pix_fmt="rgb24", options={}), "image/png")
 
 
@@ -59,7 +59,7 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
     """Encode frames as H.264 in mp4, scaled down to a short side of at most SHORT_SIDE_PX pixels.
 
     Args:
-        frames: Frames with the same resolution, at least one.
+        frames: One or more frames with the same resolution.
         fps: Frame rate of the clip.
     """
     import av
@@ -107,10 +107,11 @@ def _encode_image(
 
 
 MAX_BINS = 32
-# Maximum number of labels on the axis: if each bar represents one integer, and if it represents several integers.
+# Maximum number of labels on the axis if each bar represents one integer, and if each bar represents several integers.
 _MAX_LABELS, _MAX_RANGE_LABELS = 8, 4
-# The tail of unbounded values is the highest percent, or the highest five values if that is more, but at most a tenth
-# of the values. A histogram omits the tail if the highest value is more than 1.5 times the value before the tail.
+# The tail of unbounded values is the highest 1% of the values, or the highest five values if that is more, but at most
+# a tenth of the values. A histogram omits the tail if the highest value is more than 1.5 times the value before the
+# tail.
 _TAIL_FRACTION, _TAIL_VALUES, _TAIL_FACTOR = 0.01, 5, 1.5
 
 
@@ -121,8 +122,8 @@ class Bar:
     Attributes:
         left: Position of the left edge in units of the SVG.
         text: Range and number of the values in the bar, as text.
-        heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), in percent. Without a
-            selection, there is only `kept`.
+        heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), in percent of the
+            largest bar. Without a selection, there is only `kept`, which represents all values.
     """
 
     left: int
@@ -138,7 +139,7 @@ class Histogram:
         begin, end: Lower edge of the first bin, and upper edge of the last bin.
         counts: Number of values in each bin, int64 [bins]. The last bin also counts values above `end`.
         kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
-        omits_tail: True if some values are above `end`, and are counted in the last bin.
+        omits_tail: True if some values are above `end`, so that the last bin counts them.
         is_count: True if the values are integers.
     """
 
@@ -149,11 +150,11 @@ class Histogram:
     omits_tail: bool
     is_count: bool
 
-    def bin_text(self, number: int) -> str:
+    def bin_text(self, index: int) -> str:
         """Return the range of a bin as text: `3`, `4 to 7`, `1.5 to 2`, `90 and more`."""
         width = (self.end - self.begin) / len(self.counts)
-        low = self.begin + number * width
-        if self.omits_tail and number == len(self.counts) - 1:
+        low = self.begin + index * width
+        if self.omits_tail and index == len(self.counts) - 1:
             return f"{short_number(low)} and more"
         high = low + width - self.is_count
         return short_number(low) if self.is_count and width == 1 else f"{short_number(low)} to {short_number(high)}"
@@ -171,26 +172,26 @@ class Histogram:
     def bars(self, unit: str) -> list[Bar]:
         """Return a bar for each bin that is not empty."""
         bars = []
-        for number, count in enumerate(self.counts.tolist()):
+        for index, count in enumerate(self.counts.tolist()):
             if not count:
                 continue
-            text = f"{self.bin_text(number)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
+            text = f"{self.bin_text(index)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
             counts = {"kept": count}
             if self.kept is not None:
-                counts = {"all": count, "kept": int(self.kept[number])}
+                counts = {"all": count, "kept": int(self.kept[index])}
                 text += f", {counts['kept']:,} kept"
             heights = {
-                name: max(1.0, 100 * number_of_values / self.max_count) if number_of_values else 0.0
-                for name, number_of_values in counts.items()
+                name: max(1.0, 100 * num_values / self.max_count) if num_values else 0.0
+                for name, num_values in counts.items()
             }
-            bars.append(Bar(10 * number, text, heights))
+            bars.append(Bar(10 * index, text, heights))
         return bars
 
     def ticks(self, unit: str) -> list[str]:
         """Return the labels of the axis.
 
-        Integers have one label per bin. If there are many bins, most labels are empty. Other values have three labels,
-        at the start, middle and end of the axis.
+        Integers have one label per bin. If there are many bins, most labels are empty. For other values, the axis has
+        three labels, at its start, middle and end.
         """
         unit = f" {unit}" if unit else ""
         if not self.is_count:
@@ -200,9 +201,9 @@ class Histogram:
         num_bins = len(self.counts)
         is_single = self.end - self.begin == num_bins
         step = -(-num_bins // (_MAX_LABELS if is_single else _MAX_RANGE_LABELS))
-        first = 0 if is_single else step // 2
-        ticks = [self.bin_text(number) if number % step == first else "" for number in range(num_bins)]
-        ticks[num_bins - 1 - (num_bins - 1 - first) % step] += unit
+        first_bin = 0 if is_single else step // 2
+        ticks = [self.bin_text(index) if index % step == first_bin else "" for index in range(num_bins)]
+        ticks[num_bins - 1 - (num_bins - 1 - first_bin) % step] += unit
         return ticks
 
 
@@ -216,7 +217,7 @@ def histogram(
     """Compute the histogram of values.
 
     Args:
-        values: Values, at least one. Unknown values must be removed first.
+        values: One or more values, float64 [values]. Unknown values must be removed first.
         bounds: Range of the values; None if there is no upper bound. Without bounds, the histogram begins at 0 and
             omits a long tail, so that a few large values do not squeeze all other values into one bin.
         is_count: True if the values are integers. Each bin then contains the same number of integers.

@@ -55,16 +55,17 @@ def require_page_path(path: Path, *, flag: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"create it, or use a different {flag}")
     if path.exists() and not (path.is_file() and page_title(path) is not None):
-        raise UserError(f"{path} ({flag}) exists, but is not a page of clipmill", hint=f"use a different {flag}")
+        hint = f"use a different {flag}"
+        raise UserError(f"{path} ({flag}) exists, but is not a page that clipmill wrote", hint=hint)
 
 
 def load_template(path: Path) -> "Template":
-    """Load a jinja2 template, which can also use the templates in the folder of this module."""
+    """Load a jinja2 template. The template can also use the templates in the folder of this module."""
     return _environment(path.parent).get_template(path.name)
 
 
 def policy(scripts: Sequence[str], media: str = "data:") -> str:
-    """Return the content security policy of a page that runs only its own scripts, and loads only clips.
+    """Return the content security policy of a page that runs only its own scripts and loads nothing but clips.
 
     Args:
         scripts: Source code of the scripts.
@@ -79,7 +80,7 @@ def policy(scripts: Sequence[str], media: str = "data:") -> str:
 
 @cache
 def _environment(folder: Path) -> "Environment":
-    """Return the jinja2 environment of a folder. It is cached, so that a process compiles each template only once."""
+    """Return the jinja2 environment of a folder. The cache lets a process compile each template only once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -56,11 +56,11 @@ def write_continuous(
         av.open(os.fspath(target), "w", format=CONTINUOUS_FORMAT) as output,
     ):
         track = find_track(container, timeline.track)
-        sounds = list(container.streams.audio)[:1] if keeps_audio else []
+        audio_streams = list(container.streams.audio)[:1] if keeps_audio else []
         video = _VideoWriter(output, track, packets, start=timeline.start)
         writers: dict[int, Any] = {track.index: video}
-        writers |= {sound.index: _SoundWriter(output, sound, video) for sound in sounds}
-        for packet in container.demux([track, *sounds]):
+        writers |= {audio.index: _AudioWriter(output, audio, video) for audio in audio_streams}
+        for packet in container.demux([track, *audio_streams]):
             on_packet()
             if packet.size:
                 writers[packet.stream_index].write(packet)
@@ -91,18 +91,18 @@ class _VideoWriter:
         self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
         self._first_packets = [first for first, _ in packets.restarts]
         self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
-        self._number, self._last_key = 0, NO_TIME
+        self._num_written, self._last_key = 0, NO_TIME
 
     def position(self) -> tuple[int, Fraction]:
-        """Return the index of the part that is being written, and the length of the part so far in seconds."""
-        row = max(0, self._number - 1)
+        """Return the index of the part that is being written, and the length of this part so far, in seconds."""
+        row = max(0, self._num_written - 1)
         part = bisect_right(self._first_packets, row) - 1
         return part, int(self._times[row] - self._times[self._first_packets[part]]) * self._unit
 
     def write(self, packet: "Packet[Any]") -> None:
         """Write the next packet."""
-        packet.pts, packet.dts = int(self._times[self._number]), int(self._decoding_times[self._number])
-        self._number += 1
+        packet.pts, packet.dts = int(self._times[self._num_written]), int(self._decoding_times[self._num_written])
+        self._num_written += 1
         # The muxer aborts the process if the times of keyframes do not increase.
         packet.is_keyframe = packet.is_keyframe and packet.pts > self._last_key
         self._last_key = max(self._last_key, packet.pts if packet.is_keyframe else NO_TIME)
@@ -111,7 +111,7 @@ class _VideoWriter:
             self._output.mux(copy)
 
 
-class _SoundWriter:
+class _AudioWriter:
     """Writer for the packets of an audio track.
 
     The timestamps of audio and video do not restart at the same packet. A part of the audio begins where the audio
@@ -119,9 +119,9 @@ class _SoundWriter:
     part is omitted.
     """
 
-    def __init__(self, output: "OutputContainer", sound: "Stream", video: _VideoWriter) -> None:
-        self._output, self._video, self._unit = output, video, sound.time_base or ONE
-        self._stream, self._filter = _add_stream(output, sound)
+    def __init__(self, output: "OutputContainer", audio: "Stream", video: _VideoWriter) -> None:
+        self._output, self._video, self._unit = output, video, audio.time_base or ONE
+        self._stream, self._filter = _add_stream(output, audio)
         self._part, self._last, self._end = 0, NO_TIME, NO_TIME
 
     def write(self, packet: "Packet[Any]") -> None:

@@ -143,7 +143,7 @@ class Timeline:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the fields that readers of frames need, as JSON; empty if all of them have their default values."""
+        """Return the fields that readers of frames need, as JSON; an empty string if all fields have default values."""
         default = Timeline()
         values: dict[str, Any] = {
             name: getattr(self, name)

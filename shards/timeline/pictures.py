@@ -59,7 +59,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
     width, height = shape.crop_size(frame.width, frame.height)
     notes = []
     if (num_tracks := len(video_tracks(container))) > 1:
-        notes.append(f"{num_tracks} video tracks: stream {stream.index} is used, the others are ignored")
+        notes.append(f"{num_tracks} video tracks: only stream {stream.index} is used")
     if frame.color_trc in _TRANSFERS:
         notes.append(f"HDR ({_TRANSFERS[frame.color_trc]}): colours are unchanged, without tone mapping")
     if any(shape.crop):
@@ -67,7 +67,7 @@ def first_picture(container: "InputContainer", stream: "VideoStream") -> Picture
     if shape.is_tilted:
         notes.append(f"rotated by {shape.degrees:.0f} degrees inside its frame, with black corners")
     if frame.interlaced_frame:
-        notes.append("interlaced; it is not deinterlaced")
+        notes.append("interlaced, and not deinterlaced")
     if aspect > 0:
         width = max(1, round(width * aspect))
     if shape.is_transposed:
@@ -138,12 +138,12 @@ def displayed_frames(
 
     stream = find_track(container, timeline.track)
     unit, upright = stream.time_base or ONE, UprightFilter(timeline.shape)
-    number = 0
+    packet_index = 0
     for packet in container.demux(stream):
         if packet.size and not timeline.is_continuous:
             assert packets is not None, "the packets are required"
-            packet.pts = packet.dts = int(packets.times[number])
-            number += 1
+            packet.pts = packet.dts = int(packets.times[packet_index])
+            packet_index += 1
         try:
             frames = packet.decode()
         except av.error.InvalidDataError:

@@ -1,7 +1,7 @@
 """Read the timeline of a source from its packets, or from the index of an MP4.
 
-Some containers omit times or contain wrong times, which this module repairs. It decodes only a few keyframes, except
-for an AVI with B frames, whose order is known only to the decoder.
+Some containers omit times, or contain wrong times. This module repairs them. It decodes only a few keyframes, except in
+an AVI with B frames, because only the decoder knows the order of these frames.
 """
 
 import io
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-RESTART_S = Fraction(
-    1, 5
-)  # minimum decrease of decoding times at a restart; muxers round, which causes smaller decreases
-_GAP_S, _GAP_FRAMES = 5.0, 50  # minimum pause between two frames to note
+# Minimum decrease of decoding times at a restart. Muxers round times, which can cause smaller decreases.
+RESTART_S = Fraction(1, 5)
+_GAP_S, _GAP_FRAMES = 5.0, 50  # minimum length of a pause that is worth a note, in seconds and in frames
 MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
 _MAX_GUESS_FRAMES = 4  # maximum error when libav guesses a missing timestamp, in frames or fields
 _ROUNDING = 0.25  # tolerance for rounded times, in frames
@@ -71,14 +70,14 @@ def times_in_display_order(
             display += [] if reference is None else [reference]
             reference = row
     display += [] if reference is None else [reference]
-    repaired, expected = times.copy(), int(times[display[0]])
+    repaired_times, expected_time = times.copy(), int(times[display[0]])
     for row in display:
-        length, error = int(durations[row]), abs(int(times[row]) - expected)
+        length, error = int(durations[row]), abs(int(times[row]) - expected_time)
         if error > _MAX_GUESS_FRAMES * length or error < length * _ROUNDING:
-            expected = int(times[row])
-        repaired[row] = expected
-        expected += length
-    return repaired, repaired[display]
+            expected_time = int(times[row])
+        repaired_times[row] = expected_time
+        expected_time += length
+    return repaired_times, repaired_times[display]
 
 
 def restart_times(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -86,11 +85,11 @@ def restart_times(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArra
 
     A keyframe is displayed after all frames that precede it in the file. If its time is earlier, timestamps restart.
     """
-    latest = np.maximum.accumulate(times)
-    restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest[:-1])) + 1
+    latest_times = np.maximum.accumulate(times)
+    restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest_times[:-1])) + 1
     for first, end in pairwise([0, *restarts.tolist(), len(times)]):
-        latest[first:end] = np.maximum.accumulate(times[first:end])
-    return latest
+        latest_times[first:end] = np.maximum.accumulate(times[first:end])
+    return latest_times
 
 
 def find_restarts(
@@ -188,19 +187,19 @@ def decode_order(container: "InputContainer", stream: "VideoStream", *, num_pack
         return None
     context.thread_count = 1
     container.seek(0, stream=stream)
-    numbers, number = [], 0
+    indices, index = [], 0
     for packet in container.demux(stream):
         if packet.size:
-            packet.pts = packet.dts = number
-            number += 1
+            packet.pts = packet.dts = index
+            index += 1
         try:
-            numbers += [frame.pts for frame in packet.decode() if frame.pts is not None]
+            indices += [frame.pts for frame in packet.decode() if frame.pts is not None]
         except av.error.InvalidDataError:
             continue
-    if sorted(numbers) != list(range(num_packets)):
+    if sorted(indices) != list(range(num_packets)):
         return None  # some packets contain two frames or none, so the times from libav are as good as the ranks
     order = np.empty(num_packets, np.int64)
-    order[numbers] = np.arange(num_packets)
+    order[indices] = np.arange(num_packets)
     return order
 
 
@@ -234,7 +233,7 @@ def is_truncated_avi(file: "IO[bytes]") -> bool:
     return position > size_bytes
 
 
-# Formats of streams without a container. libav generates timestamps for them, which change after a seek.
+# Formats of streams without a container. The timestamps that libav generates for these streams change after a seek.
 _RAW_FORMATS = frozenset({"h264", "hevc", "mpegvideo"})
 # Formats without a list of keyframes, in which a seek may land on any packet.
 _IMPRECISE_SEEK_FORMATS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
@@ -429,16 +428,16 @@ class _PacketList:
         unit = stream.time_base or ONE
         times, dts = np.array(self.times, np.int64), np.array(self.decoding_times, np.int64)
         durations, flags = np.array(self.durations, np.int64), np.array(self.flags, np.int64)
-        if (missing := times == NO_TIME).any():  # replace missing times by the latest time before them
-            times[missing] = np.maximum.accumulate(times)[missing]
-            dts[missing] = times[missing]
+        if (is_missing := times == NO_TIME).any():  # replace missing times with the latest time before them
+            times[is_missing] = np.maximum.accumulate(times)[is_missing]
+            dts[is_missing] = times[is_missing]
         is_shown, is_key = flags & 2 == 0, flags & 1 == 1
         order = decode_order(container, stream, num_packets=num_packets) if name == "avi" else None
         is_retimed = order is not None
         if order is not None:
             times = np.sort(dts)[order]
         elif name == "mpeg" and self.is_bidirectional:
-            # libav also guesses the decoding times, which restart one picture too late.
+            # libav also guesses the decoding times. The guessed times restart one picture too late.
             file_times = times
             times, dts = times_in_display_order(times, durations, np.array(self.is_bidirectional))
             is_retimed = bool((times != file_times).any())
@@ -491,7 +490,7 @@ class _PacketList:
     def _find_shapes(
         self, times: NDArray[np.int64], *, unit: Fraction, start: Fraction
     ) -> tuple[tuple[tuple[Fraction, Fraction], ...], list[str]]:
-        """Return the pixel aspect ratios (`Timeline.aspects`), and a note if resolution or aspect ratio change."""
+        """Return the pixel aspect ratios (`Timeline.aspects`), and a note if the resolution or aspect ratio changes."""
         stream = self.stream
         aspects = [(Fraction(0), pixel_aspect(stream))]
         sizes: list[tuple[Fraction, str]] = []

@@ -1,6 +1,6 @@
 """Detect truncated files, in which the structure of the container extends beyond the end of the file.
 
-A check reads only the headers of elements and skips their content, which is a few kilobytes for hours of video.
+A check reads only the headers of elements, and skips their content. For hours of video, it reads a few kilobytes.
 """
 
 import io
@@ -15,7 +15,7 @@ _MEDIA_BOXES = frozenset({b"mdat", b"moof", b"moov"})
 
 
 def find_truncation(file: "IO[bytes]", *, size_bytes: int, format_name: str) -> str | None:
-    """Describe the missing end of a truncated file; return an empty string if the file is complete, None if unknown.
+    """Describe the missing end of a truncated file; return "" if the file is complete, or None if this is unknown.
 
     MPEG-TS, MPEG-PS and raw streams do not contain sizes. Live recordings, Ogg and FLV contain the size of each part,
     but not the number of parts, so the result is None if such a file ends between two parts.
@@ -178,7 +178,7 @@ def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
             return _describe_truncation(f"box {kind.decode()}", position + length, size_bytes)
         has_media |= kind == b"mdat"
         has_end |= kind == b"mfra"  # index at the end of a fragmented file
-        if kind == b"sidx" and not last_fragment:  # index before the first fragment, which lists one or all fragments
+        if kind == b"sidx" and not last_fragment:  # this index precedes the first fragment; it lists one or all of them
             file.seek(position)
             fragments_end = position + length + _indexed_bytes(file.read(min(length, size_bytes)))
         elif kind == b"moof":

@@ -189,7 +189,7 @@ def test_commits_of_a_table_are_those_of_the_records(data: Path) -> None:
     records = read_commits(directory).commits
     assert open_table_commits(directory) is None
     tars, (of_records, _) = list(committed_tars(directory)), open_commits(directory)
-    finish_run(directory, dropped=(), planned=records)
+    finish_run(directory, dropped_ids=(), planned_ids=records)
     commits = Variant.open(data).commits
     assert open_table_commits(directory) is not None and dict(commits) == records and dict(commits.items()) == records
     assert commits.digest == of_records.digest

@@ -37,7 +37,7 @@ def variant(tmp_path: Path) -> Path:
     for shard_id in IDS:
         write_commit(folder, make_commit(shard_id))
     publish_json(folder / "recipe.json", {"crf": 24})
-    finish_run(folder, dropped=(), planned=IDS)
+    finish_run(folder, dropped_ids=(), planned_ids=IDS)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_no_record_is_opened_after_a_run(variant: Path) -> None:
     assert num_read(variant) == 0
     assert read_commits(variant).commits == {shard_id: make_commit(shard_id) for shard_id in IDS}
     before = {path: path.stat().st_mtime_ns for path in variant.rglob("*")}
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     assert {path: path.stat().st_mtime_ns for path in variant.rglob("*")} == before
 
 
@@ -117,7 +117,7 @@ def test_a_table_that_is_not_the_recorded_one_does_not_count_and_is_written_agai
     assert num_read(variant) == len(IDS)
     damage_list = damaged_lists(variant, read_commits(variant).commits)
     assert [damage.path for damage in damage_list] == ([] if harm == "not recorded" else [path])
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     assert num_read(variant) == 0 and path.read_bytes() == content
 
 
@@ -130,7 +130,7 @@ def test_a_copied_folder_is_read_with_or_without_its_times(variant: Path, tmp_pa
         for path in [copy, *copy.rglob("*")]:
             path.touch()
     assert num_read(copy) == (2 if keeps_times else len(IDS))
-    finish_run(copy, dropped=(), planned=IDS)
+    finish_run(copy, dropped_ids=(), planned_ids=IDS)
     assert num_read(copy) == 0 and not quick_problems(copy, [make_commit(1)])
 
 
@@ -149,7 +149,7 @@ def test_a_record_that_is_damaged_in_place_harms_no_reader_and_is_found(variant:
     assert Code.COMMIT_DAMAGED not in {problem.code for problem in quick_problems(variant, [commit])[1001]}
     distrust_folder(path)
     assert isinstance(read_commits(variant).damaged[0], DamagedCommit) and num_read(variant) == 2
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     assert read_commits(variant).damaged[0].shard_id == 1001, "a folder with damage must not be confirmed"
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
     expected = {*IDS, 7000} - {998, 2500}
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
-    finish_run(undisturbed, dropped=(998, 2500), planned=expected)
+    finish_run(undisturbed, dropped_ids=(998, 2500), planned_ids=expected)
     content = (undisturbed / COMMIT_TABLE_FILE).read_bytes()
     for point in itertools.count():
         folder = tmp_path / str(point)
@@ -169,14 +169,14 @@ def test_a_run_that_is_killed_at_its_end_leaves_a_table_that_is_right_or_does_no
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             try:
-                finish_run(folder, dropped=(998, 2500), planned=expected)
+                finish_run(folder, dropped_ids=(998, 2500), planned_ids=expected)
                 break
             except Killed:
                 pass
         num_read(folder)
         commits = read_commits(folder)
         assert not commits.damaged and not damaged_lists(folder, commits.commits), f"killed at point {point}"
-        finish_run(folder, dropped={998, 2500} & commits.commits.keys(), planned=expected)
+        finish_run(folder, dropped_ids={998, 2500} & commits.commits.keys(), planned_ids=expected)
         assert num_read(folder) == 0 and (folder / COMMIT_TABLE_FILE).read_bytes() == content
     assert point > 12
 
@@ -193,12 +193,12 @@ def test_a_lost_worker_that_commits_at_the_end_of_a_run_is_not_overlooked(
     from clipmill.shards.lists import confirm_folders
 
     monkeypatch.setattr("clipmill.shards.lists.confirm_folders", confirm_late)
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     assert num_read(variant) == 2 and read_commits(variant).commits[1001] == make_commit(1001, num_samples=4)
 
 
 def test_a_variant_of_one_shard_has_a_table_too(variant: Path) -> None:
-    finish_run(variant, dropped=IDS[1:], planned=IDS[:1])
+    finish_run(variant, dropped_ids=IDS[1:], planned_ids=IDS[:1])
     assert num_read(variant) == 0 and read_commits(variant).commits == {0: make_commit(0)}
 
 
@@ -209,5 +209,5 @@ def test_folders_that_cannot_be_dated_are_read_record_by_record(variant: Path, m
         raise PermissionError
 
     monkeypatch.setattr("clipmill.shards.commit_table.os.utime", refuse)
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     assert num_read(variant) == len(IDS)

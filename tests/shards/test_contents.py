@@ -30,7 +30,7 @@ def variant(tmp_path: Path, commit_shard: CommitShard, samples: Samples) -> Path
         split = "val" if shard_id in (1, 2) else "train"
         commit_shard(folder, samples(2, video_id=f"v{shard_id}"), shard_id=shard_id, split=split)
     publish_json(folder / "recipe.json", {"crf": 24})
-    finish_run(folder, dropped=(), planned=range(4))
+    finish_run(folder, dropped_ids=(), planned_ids=range(4))
     return folder
 
 
@@ -53,7 +53,7 @@ def test_what_a_run_leaves_is_sound_and_settling_again_writes_nothing(variant: P
     assert contents is not None and contents.shard_ids == {0, 1, 2, 3}
     assert set(contents.files) == {"recipe.json", "commits.arrow", "shards.txt", "shards-train.txt", "shards-val.txt"}
     before = {path: path.stat().st_ino for path in variant.iterdir()}
-    finish_run(variant, dropped=(), planned=range(4))
+    finish_run(variant, dropped_ids=(), planned_ids=range(4))
     assert {path: path.stat().st_ino for path in variant.iterdir()} == before
 
 
@@ -76,15 +76,15 @@ def test_all_commits_missing_is_no_empty_set(variant: Path) -> None:
 
 def test_a_commit_that_cannot_be_made_again_stays_reported(variant: Path) -> None:
     commit_path(variant, 2).unlink()
-    finish_run(variant, dropped=(), planned=range(4))
+    finish_run(variant, dropped_ids=(), planned_ids=range(4))
     assert [damaged.shard_id for damaged in read_commits(variant).damaged] == [2]
-    finish_run(variant, dropped=(), planned=(0, 1, 3))  # the plan no longer contains it
+    finish_run(variant, dropped_ids=(), planned_ids=(0, 1, 3))  # the plan no longer contains it
     assert is_sound(variant)
 
 
 def test_a_damaged_commit_of_a_shard_that_nothing_wants_goes(variant: Path) -> None:
     publish_bytes(commit_path(variant, 3), b"{")
-    finish_run(variant, dropped=(), planned=(0, 1, 2))
+    finish_run(variant, dropped_ids=(), planned_ids=(0, 1, 2))
     assert is_sound(variant) and not commit_path(variant, 3).exists()
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_at_its_end_looks_like_no_damage(
     assert is_sound(variant), "a run killed before its end must look sound"
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(variant, undisturbed)
-    finish_run(undisturbed, dropped=(1, 2), planned=(0, 3, 4))
+    finish_run(undisturbed, dropped_ids=(1, 2), planned_ids=(0, 3, 4))
     assert is_sound(undisturbed) and not (undisturbed / "shards-val.txt").exists()
     for point in itertools.count():
         folder = tmp_path / str(point) / "video" / "made"
@@ -105,12 +105,12 @@ def test_a_run_that_is_killed_at_its_end_looks_like_no_damage(
         with pytest.MonkeyPatch.context() as patch:
             stop_at(point, patch, Killed())
             try:
-                finish_run(folder, dropped=(1, 2), planned=(0, 3, 4))
+                finish_run(folder, dropped_ids=(1, 2), planned_ids=(0, 3, 4))
                 break
             except Killed:
                 pass
         assert is_sound(folder), f"killed at point {point}"
-        finish_run(folder, dropped={1, 2} & read_commits(folder).commits.keys(), planned=(0, 3, 4))
+        finish_run(folder, dropped_ids={1, 2} & read_commits(folder).commits.keys(), planned_ids=(0, 3, 4))
         assert files(folder) == files(undisturbed)
     assert point > 8
 
@@ -127,7 +127,7 @@ def test_a_damaged_list_of_shards_is_found(variant: Path, name: str, damage: str
         path.write_bytes(content if damage == "flipped" else content[:-21])
     [problem] = damaged_lists(variant, read_commits(variant).commits)
     assert problem.path == path
-    finish_run(variant, dropped=(), planned=range(4))
+    finish_run(variant, dropped_ids=(), planned_ids=range(4))
     assert files(variant) == before
 
 
@@ -145,7 +145,7 @@ def test_damaged_contents_are_refused_and_written_again(variant: Path) -> None:
         read_contents(variant)
     with pytest.raises(UserError, match=r"contents\.json"):
         Variant(variant).require_complete()
-    finish_run(variant, dropped=(), planned=range(4))
+    finish_run(variant, dropped_ids=(), planned_ids=range(4))
     assert files(variant) == before
 
 

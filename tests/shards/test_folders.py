@@ -29,7 +29,7 @@ def variant(tmp_path: Path) -> Path:
     (folder / RECIPE_FILE).write_text("{}")
     for shard_id in IDS:
         make(folder, shard_id, num_samples=0 if shard_id == FAILED else 2, digit="0")
-    finish_run(folder, dropped=(), planned=IDS)
+    finish_run(folder, dropped_ids=(), planned_ids=IDS)
     return folder
 
 
@@ -65,14 +65,14 @@ def test_a_folder_holds_a_thousand_shards(shard_id: int, folder: str) -> None:
 
 @pytest.mark.parametrize("has_table", [False, True])
 def test_a_set_grows_in_folders(variant: Path, has_table: bool) -> None:
-    finish_run(variant, dropped=(), planned=IDS)
+    finish_run(variant, dropped_ids=(), planned_ids=IDS)
     for shard_id in () if has_table else IDS:
         distrust_folder(commit_path(variant, shard_id))
     make(variant, 1001)  # the shard is made again, because its videos have changed
     make(variant, 1004)
     make(variant, 2000)
     assert is_sound(variant)
-    finish_run(variant, dropped=(998,), planned={*IDS, 1004, 2000} - {998})
+    finish_run(variant, dropped_ids=(998,), planned_ids={*IDS, 1004, 2000} - {998})
     assert is_sound(variant)
     opened = Variant(variant).require_complete()
     assert list(opened.commits) == [999, 1000, 1001, 1002, 1003, 1004, 2000]
@@ -130,7 +130,7 @@ def test_many_files_are_checked_by_listing_as_by_looking_at_each(
     variant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(variant, 1004)
-    finish_run(variant, dropped=(), planned={*IDS, 1004})
+    finish_run(variant, dropped_ids=(), planned_ids={*IDS, 1004})
     commits = list(read_commits(variant).commits.values())
     (variant / "001" / "001004-77777777.tar").unlink()
     (variant / "001" / "001000-00000000.index.arrow").write_bytes(b"short")

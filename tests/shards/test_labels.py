@@ -44,7 +44,7 @@ def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
     begin_s = rng.integers(0, 10, 40) / 2
     end_s = begin_s + rng.integers(1, 5, 40)
     part, caption = match_labels(
-        labelled, Spans(video_row, begin_s, end_s), video_ids=pa.array(VIDEOS[:2]), covering=covering
+        labelled, Spans(video_row, begin_s, end_s), video_ids=pa.array(VIDEOS[:2]), must_cover=covering
     )
     pairs = []
     for number, (row, begin, end) in enumerate(zip(video_row, begin_s, end_s, strict=True)):

@@ -33,7 +33,7 @@ STEPS = ("--steps", 2, "--checkpoint-every", 1, "--device", "cpu", "--workers", 
 @pytest.fixture
 def data(moving: Path, tmp_path: Path) -> Path:
     """Data folder with two variants of its chunks; the first one is current."""
-    # The copy omits marks of readers that earlier tests have not released yet.
+    # The copy omits reader marks that earlier tests have not released yet.
     shutil.copytree(moving, tmp_path / "data", ignore=shutil.ignore_patterns(READERS_FOLDER))
     shutil.copytree(tmp_path / "data" / "video" / VARIANT, tmp_path / "data" / "video" / OTHER)
     for name, recipe in RECIPES.items():

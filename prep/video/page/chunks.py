@@ -293,7 +293,7 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     labelled = read_labelled(data_dir)
     begin_s = chunks.start_ms[numbers] / 1000
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
-    part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, covering=False)
+    part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, must_cover=False)
     names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
     labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):

@@ -90,7 +90,7 @@ def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
 def test_a_commit_that_is_missing_over_there_is_refused(data_server: HttpFolder, tmp_path: Path) -> None:
     [folder] = (tmp_path / "served/data/video").iterdir()
     publish_json(folder / "recipe.json", {})
-    finish_run(folder, dropped=(), planned=(0, 1))
+    finish_run(folder, dropped_ids=(), planned_ids=(0, 1))
     open_set(f"{data_server.address}/data", tmp_path / "cache")
     (folder / "commits" / "000001.json").unlink()
     (folder / "commits.arrow").unlink()  # the merged table that replaces the commit records

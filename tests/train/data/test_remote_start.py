@@ -43,7 +43,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_captions(folder, dict.fromkeys(names, "train"), [Caption(name, 0.0, 0.8, f"of {name}") for name in names])
     variant = folder / "video" / VARIANT
     publish_json(variant / "recipe.json", {})
-    finish_run(variant, dropped=(), planned=range(NUM_SHARDS))
+    finish_run(variant, dropped_ids=(), planned_ids=range(NUM_SHARDS))
     assert update_chunk_table(Variant(variant), column="video")
     assert (variant / "commits.arrow").is_file()
     return folder
