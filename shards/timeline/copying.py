@@ -86,7 +86,7 @@ class _VideoWriter:
         # Decoding times must increase, and must not be later than presentation times.
         ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
         delay = int((ordered - packets.times).max(initial=0))
-        shift = delay + round((1 - start) / self._unit)  # leave a second, because the sound may begin a little earlier
+        shift = delay + round((1 - start) / self._unit)  # leave a second, because the audio may begin a little earlier
         self.start = start + shift * self._unit
         self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
         self._first_packets = [first for first, _ in packets.restarts]

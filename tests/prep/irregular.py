@@ -283,7 +283,7 @@ KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "dropped-half.avi": (partial(dropped_frames, num=50), ""),
     "short-end.mkv": (short_end, ""),
     "thumbnail.mkv": (thumbnail_first, "2 video tracks"),
-    "second.mkv": (default_second, "2 video tracks: stream 1 is used"),
+    "second.mkv": (default_second, "2 video tracks: only stream 1 is used"),
 }
 # The other sources have no audio, so --audio does not change their chunks.
 WITH_SOUND = (
