@@ -87,8 +87,8 @@ class LoadedPoints:
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         return self._loader.batches(position=position, max_failures=max_failures)
 
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        return self._loader.evaluation_batches(every=every)
+    def evaluation_batches(self, *, stride: int = 1) -> Iterator[LoadedBatch]:
+        return self._loader.evaluation_batches(stride=stride)
 
     def load_state_dict(self, *states: LoaderState) -> None:
         self._loader.load_state_dict(*states)

@@ -313,7 +313,7 @@ def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 4.0, "all of it")])
     samples = open_set(tmp_path)
     assert not Variant.open(tmp_path).shards()[0].packet_tables.packet_table(0).has_closed_gops
-    assert "1 of 1 shard decoded through the container: open GOPs" in samples.describe()
+    assert "1 of 1 shard decoded through the container because of open GOPs" in samples.describe()
     for seed in range(20):
         shown = numbers(samples, 0, seed=seed)
         assert [number // 10 for number in shown] == [0, 1, 2, 3]

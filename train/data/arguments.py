@@ -1,4 +1,4 @@
-"""Checks of the arguments of the Python interface, and their names in error messages."""
+"""Checks of the Python interface's arguments, and the names of these arguments in error messages."""
 
 import inspect
 import os
@@ -67,7 +67,11 @@ def require_strings(**arguments: object) -> None:
 
 
 def rgb_values(name: str, values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    """Convert a list, array or tensor of three numbers (R, G, B) to a tuple; raise UserError for any other value."""
+    """Convert a list, array or tensor of three numbers (R, G, B) to a tuple. None stays None.
+
+    Raises:
+        UserError: `values` is anything else.
+    """
     if values is None:
         return None
     try:
@@ -84,7 +88,7 @@ def require_device(device: object) -> None:
     if device is None:
         return
     kind = torch.accelerator.current_accelerator(check_available=True)
-    gpus = [] if kind is None else [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
+    gpus = [] if kind is None else [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
     available = ["cpu", *gpus]
     try:
         requested = torch.device(device)  # type: ignore[call-overload]
@@ -107,7 +111,7 @@ def require_process(process: int, *, what: str) -> None:
     """
     if os.getpid() != process:
         raise UserError(
-            f"{what} that process {process} opened are used in process {os.getpid()}, a fork of it",
+            f"{what} opened in process {process} are used in its fork, process {os.getpid()}",
             hint="open them in the process that uses them; omit the DataLoader, because threads decode in parallel",
         )
 
@@ -137,7 +141,7 @@ def shards_value(data: Data, mix: Sequence[float] | None) -> Shards:
     """Return the value of --shards for `data`: one address, or a tuple of several.
 
     Raises:
-        UserError: There is no address, an address is neither a string nor a path, `mix` is not a list, or `mix` is
+        UserError: `data` is an empty list; an address is neither a string nor a path; `mix` is not a list; or `mix` is
             given for a single address.
     """
     addresses = [data] if isinstance(data, str | Path) or not isinstance(data, Iterable) else list(data)
@@ -158,7 +162,7 @@ def shards_value(data: Data, mix: Sequence[float] | None) -> Shards:
 
 
 def require_choice(name: str, value: object, choices: object) -> None:
-    """Raise a UserError if a value is not one of the values of `choices`, a Literal."""
+    """Raise a UserError unless `value` is one of the values of `choices`, a Literal type."""
     if value not in get_args(choices):
         raise UserError(
             f"{name} is {value!r}, which is not supported", hint=f"use one of {', '.join(get_args(choices))}"

@@ -15,18 +15,18 @@
     time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
                                       time of each latent frame; nan for images and padding. T counts the frames of
                                       all temporal views. The entry stays on the CPU
-    is_padded    bool [B, T]          True for frames whose moment lies outside the video, for clips at given times
+    is_padded    bool [B, T]          for clips at given times: True for frames whose time lies outside the video
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token IDs of the caption
-    latents      float16 or bfloat16 [B, T, C, h, w]  latents of the segment, scaled as their recipe specifies; for a
-                                      video VAE, a view of [B, C, T, h, w], which `open_latents` returns
+    latents      float16 or bfloat16 [B, T, C, h, w]  latents of the segment, scaled as their recipe specifies. For a
+                                      video VAE, the stored layout is [B, C, T, h, w], and this tensor is a view of it
     num_frames   int64 [B]            number of valid frames among the T frames, if tails are zero-padded
     text         float16 [B, D]       unit-length embedding of the caption; or, for stored sequences, [B, L, D]: the
-                                      vectors of its tokens, zero-padded to the longest sequence in the batch
-    text_mask    bool [B, L]          True for vectors of tokens, False for padding
+                                      vectors of the caption's tokens, zero-padded to the longest sequence in the batch
+    text_mask    bool [B, L]          True for token vectors, False for padding
     length       int64 [B]            number of tokens in the caption, or in the longest of K captions, including the
                                       end token. `to_device` computes the entry and leaves it on the CPU
-    caption      list of B strings    the caption as text, for samples that are neither tokenized nor embedded
+    caption      list of B strings    text of the caption, if captions are neither tokenized nor embedded
     begin_s, end_s  float64 [B]       start and end of the clip in its video, seconds (clipmill.train.data.interface)
     folder       int64 [B]            in a mixture, index of the data folder (clipmill.train.data.interface)
 
@@ -50,7 +50,7 @@ PICTURES = ("video", "colour", "latents")
 # Entries that `to_device` moves. Positions, keys and IDs stay on the CPU, where they are used.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "text_mask", "relevancy", "label", "targets")
 
-# Dtypes of the entries of a sample that are numbers or lists of numbers.
+# Dtypes of the sample entries that are numbers or lists of numbers.
 _SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
 _SCALARS |= {"time_s": "float64", "is_padded": "bool"}
 NUM_BUFFERS = 2  # a batch is overwritten by the second batch after it
@@ -58,7 +58,7 @@ _ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
-    """A clip of pixels and its annotations."""
+    """Clip of video frames, and its annotations."""
 
     position: int
     key: str
@@ -77,7 +77,7 @@ class Sample(TypedDict, total=False):
 
 
 class Batch(TypedDict, total=False):
-    """A batch of clips or latents. See the module docstring for the entries."""
+    """Batch of clips or latents. See the module docstring for the entries."""
 
     input: Input
     position: "torch.Tensor"
@@ -106,7 +106,7 @@ class Batch(TypedDict, total=False):
 
 
 class LoanedMemory:
-    """Memory for batches that the caller may keep. Memory is reused once nothing refers to its array any more.
+    """Memory for batches that the caller may keep. Memory is reused once its array is no longer referenced.
 
     Newly allocated memory for each batch would cause page faults, which take as long as a large copy.
     """
@@ -141,9 +141,9 @@ class BatchMemory:
 
     Args:
         shape: Shape of the largest batch.
-        pin: True for pinned memory, for copies to a GPU. Batches are then never overwritten
+        pin: True to use pinned memory, for copies to a GPU. Batches are then never overwritten
             (clipmill.train.device.transfer).
-        can_keep: True to reuse memory only when nothing refers to its batch any more, instead of rotating buffers.
+        can_keep: True to reuse memory only when its batch is no longer referenced, instead of rotating buffers.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
@@ -159,7 +159,7 @@ class BatchMemory:
         self._ring = deque((tensor, _bytes_of(tensor)) for tensor in rings)
 
     def rows(self, num: int) -> "tuple[torch.Tensor, memoryview]":
-        """Return uninitialised memory for the first `num` rows of a batch, as a tensor and as bytes."""
+        """Return uninitialised memory for a batch of `num` rows, as a tensor and as bytes."""
         if self._loaned is not None:
             array = self._loaned.array(num)
             return self._from_numpy(array).view(self._dtype), array.data.cast("B")
@@ -185,7 +185,7 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
 
 
 class BatchRing:
-    """Collator for samples of equal shape. The videos of batches are stored in a `BatchMemory`.
+    """Collator for samples of equal shape. The `video` entries of batches are stored in a `BatchMemory`.
 
     Args:
         batch: Maximum number of samples in a batch.
@@ -197,7 +197,7 @@ class BatchRing:
         self._memory: BatchMemory | None = None
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Collate samples, in order. With rotating buffers, the second batch after this one overwrites its video."""
+        """Collate samples, in order. With rotating buffers, the second batch after this one overwrites `video`."""
         import torch
 
         batch = Batch(
@@ -228,7 +228,7 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """Return a copy of a batch with the tensors in `names` moved to `device`, and `length` computed on the CPU."""
+    """Return a copy of a batch, with the tensors in `names` moved to `device` and with `length` on the CPU."""
     from clipmill.train.device.transfer import send_pinned  # imported late, so that reading tars does not load torch
 
     moved = batch.copy()

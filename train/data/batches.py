@@ -27,13 +27,13 @@ class Batches:
     sample is dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last
     batch may be smaller. A stream of tars has no length and, with `shuffle=True`, no end.
 
-    A batch is a dictionary of lists of strings and of tensors, or arrays if `device` is None (docs/python.md). It
+    A batch is a dictionary that contains lists of strings, and tensors (arrays if `device` is None; docs/python.md). It
     belongs to the caller and is never overwritten.
 
     Args:
         samples: Samples and loader of this rank.
         finish: Function that turns a loaded batch (of arrays if `device` is None) into the batch that the user gets. It
-            is called in the caller's thread, because the prefetching thread has more work.
+            is called in the caller's thread, because the prefetching thread is busier.
         classes: Classes of the labels; None without labels.
         world: Rank and number of ranks; None for `joined_world()`.
         batch: Number of samples in this rank's batch.
@@ -41,7 +41,7 @@ class Batches:
     Attributes:
         failures: Samples that have failed so far, with key, reason and detail (clipmill.train.data.outcomes). If there
             are more than `max_failures`, the iteration raises FailedWork.
-        classes: Names of the classes in the order of their numbers; empty without labels.
+        classes: Names of the classes, in the order of their indices; empty without labels.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Batches:
         max_failures: int,
     ) -> None:
         self._samples, self._finish, self._shuffle, self._batch = samples, finish, shuffle, batch
-        self._is_given, self._world = world is not None, world or joined_world()
+        self._has_explicit_world, self._world = world is not None, world or joined_world()
         self._device, self._max_failures = device, max_failures
         self.classes: tuple[str, ...] = () if classes is None else classes.names
         self.failures: list[FailedSample] = []
         self._process, self._num_iterations = os.getpid(), 0
         self._running: Generator[LoadedBatch, None, None] | None = None
-        self._cursor, self._taken, self._resumes = Cursor(0), 0, False
+        self._cursor, self._num_taken, self._is_resumed = Cursor(0), 0, False
         if shuffle and self.num_samples is not None and self.num_samples < self._step:
             ranks = "" if self._world.size == 1 else f" in each of {self._world.size} processes"
             raise UserError(
-                f"batch={batch}{ranks} is more than the data have: {count_noun(self.num_samples, 'sample')}",
+                f"batch={batch}{ranks} is larger than the data, which contain {count_noun(self.num_samples, 'sample')}",
                 hint="use a smaller batch, or shuffle=False",
             )
 
@@ -90,10 +90,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         require_process(self._process, what="batches")
-        if not self._is_given and (current_world := joined_world()) != self._world:
+        if not self._has_explicit_world and (current_world := joined_world()) != self._world:
             raise UserError(
-                f"opened as rank {self._world.rank} of {self._world.size}, "
-                f"used as rank {current_world.rank} of {current_world.size}",
+                f"the data were opened as rank {self._world.rank} of {self._world.size}, but are used as rank "
+                f"{current_world.rank} of {current_world.size}",
                 hint="open the data after creating the process group (docs/python.md), or pass rank= and world=",
             )
         return self._iterate()
@@ -122,15 +122,15 @@ class Batches:
 
         The state is the same on all ranks unless a sample has failed.
         """
-        # `taken` is the number of samples that all ranks together have used in this iteration.
-        state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._taken, "shuffle": self._shuffle}
+        # "taken" is the number of samples that all ranks together have used in this iteration.
+        state: dict[str, Any] = {**self._samples.state_dict(), "taken": self._num_taken, "shuffle": self._shuffle}
         return state | {"position": self._cursor.position, "ahead": list(self._cursor.ahead)}
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Continue after the batch at which the state was saved. The next iteration yields the rest of that epoch.
 
-        Batch size and number of ranks may differ. A single state is enough if no sample had failed or if there was only
-        one rank; otherwise pass the states of all ranks.
+        The batch size and the number of ranks may have changed. A single state is enough if no sample had failed or if
+        there was only one rank; otherwise pass the states of all ranks.
 
         Raises:
             UserError: The states belong to different data, or to a different split, seed or order; they were saved
@@ -149,7 +149,7 @@ class Batches:
                 raise UserError(
                     f"the state belongs to batches with shuffle={state['shuffle']}, but these have "
                     f"shuffle={self._shuffle}",
-                    hint="open the batches with the arguments with which the state was saved",
+                    hint=f"open the data with shuffle={state['shuffle']}",
                 )
         self.close()
         try:
@@ -158,20 +158,20 @@ class Batches:
             if NEW_RUN not in (error.hint or ""):
                 raise
             raise UserError(str(error), hint=_SAME_DATA_HINT) from error
-        self._cursor, self._taken, self._resumes = self._samples.cursor, states[0]["taken"], True
+        self._cursor, self._num_taken, self._is_resumed = self._samples.cursor, states[0]["taken"], True
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         # A generator begins the iteration only when its first batch is requested. Lightning creates iterators that it
         # never uses.
         require_process(self._process, what="batches")
         self._num_iterations += 1
-        iteration, taken = self._num_iterations, self._taken if self._resumes else 0
+        iteration, num_taken = self._num_iterations, self._num_taken if self._is_resumed else 0
         if not self._shuffle:
             self.close()
-            self._cursor = self._cursor if self._resumes else Cursor(0)
-        self._resumes = False
-        num_taken = len(self) * self._step if self._shuffle and self.num_samples is not None else None
-        while num_taken is None or taken < num_taken:
+            self._cursor = self._cursor if self._is_resumed else Cursor(0)
+        self._is_resumed = False
+        limit = len(self) * self._step if self._shuffle and self.num_samples is not None else None
+        while limit is None or num_taken < limit:
             if iteration != self._num_iterations:
                 raise UserError(
                     "another iteration over these batches has begun",
@@ -180,8 +180,8 @@ class Batches:
             loaded = self._next()
             if loaded is None:
                 break
-            taken += self._step
-            self._taken = taken if num_taken is not None and taken < num_taken else 0
+            num_taken += self._step
+            self._num_taken = num_taken if limit is not None and num_taken < limit else 0
             self._cursor = loaded.cursor
             if not self._shuffle and self.num_samples is not None and self._cursor.position >= self.num_samples:
                 self._cursor = Cursor(0)
@@ -194,7 +194,7 @@ class Batches:
             self._cursor = Cursor(0)
 
     def _next(self) -> LoadedBatch | None:
-        """Return the loader's next batch, and start the loader first if necessary; None after the last batch."""
+        """Return the loader's next batch; None after the last batch. Start the loader if it is not running."""
         if self._running is None:
             self._samples.cursor = self._cursor
             loaded = (
@@ -243,28 +243,28 @@ def _complete_first(method: _Method) -> _Method:
 
 
 class LateBatch(dict[str, Any]):
-    """Dictionary whose `late` entries are made when any of them is first read.
+    """Dictionary with late entries, which are made when any of them is first read.
 
-    Most training steps need neither keys nor times, and making the strings would take several per cent of the time of a
-    loader that only copies. Copies and pickles of a `LateBatch`, and batches that frameworks derive from it, have all
-    entries.
+    Most training steps need neither keys nor times. Making them for every batch would take several per cent of the time
+    of a loader that only copies data. Copies and pickles of a `LateBatch`, and batches that frameworks derive from it,
+    contain all entries.
 
     Args:
         entries: All other entries, by name.
-        late: Names of the late entries.
+        late_names: Names of the late entries.
         make: Function that makes the late entries.
     """
 
-    __slots__ = ("_late", "_make")
+    __slots__ = ("_late_names", "_make")
 
     def __init__(
         self,
         entries: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
-        late: Collection[str] = (),
+        late_names: Collection[str] = (),
         make: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(entries, **dict.fromkeys(late))
-        self._late, self._make = late, make
+        super().__init__(entries, **dict.fromkeys(late_names))
+        self._late_names, self._make = late_names, make
 
     def make(self) -> None:
         """Make the late entries now."""
@@ -273,7 +273,7 @@ class LateBatch(dict[str, Any]):
             super().update(make())
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._late:
+        if name in self._late_names:
             self.make()
         return super().__getitem__(name)
 

@@ -1,8 +1,8 @@
 """Usable captions of a split, and the table of captioned clips into which they are grouped.
 
-Captions are ordered by video and time (clipmill.manifests.caption_spans). Equal spans of several captions are searched
-only once, and texts are not copied. The resulting arrays are allocated with `scratch`, so that tens of millions of
-captions take little memory.
+Captions are ordered by video and time (clipmill.manifests.caption_spans). The chunks of a span that several captions
+share are looked up only once, and texts are not copied. The resulting arrays are allocated with `scratch`, so that tens
+of millions of captions take little memory.
 """
 
 from collections import Counter
@@ -77,7 +77,7 @@ def usable_captions(
 ) -> UsableCaptions:
     """Find the span and the chunks of each caption, and omit captions that cannot be shown.
 
-    A caption is usable if all chunks of its span exist. A caption that ends after the last chunk of its video is
+    A caption is usable only if all chunks of its span exist. A caption that ends after the last chunk of its video is
     shortened to the end of this chunk.
 
     Args:
@@ -183,13 +183,13 @@ def spans_at(usable: UsableCaptions, indices: NDArray[np.int64]) -> Spans:
 
 @dataclass(frozen=True)
 class SplitCaptions:
-    """Facts about all captions of a split, which are needed before the captions are grouped into clips.
+    """Facts about all captions of a split, collected before the captions are grouped into clips.
 
     Attributes:
-        videos: Videos of the split, which select its captions.
+        videos: Videos of the split.
         sources: Caption sources in use.
-        rank_of_code: Rank in `sources` of each source of the manifest, by its code, int16; -1 for omitted sources.
-        num_by_code: Number of captions of the split from each source of the manifest, by its code, int64.
+        rank_of_code: Rank in `sources` of each source of the manifest, by source code, int16; -1 for omitted sources.
+        num_by_code: Number of captions of the split from each source of the manifest, by source code, int64.
         max_id: Highest caption ID.
     """
 
@@ -299,7 +299,7 @@ def make_clip_table(
     if is_used.all():
         texts_sha256, text = spans.texts_sha256, same_text(spans.texts) if len(is_used) else None
     else:
-        texts_sha256, text = used_texts(spans.texts, is_used)
+        texts_sha256, text = digest_used_texts(spans.texts, is_used)
     chunks.require_same_manifest()
     clips, rows, sources = len(captions.spans), captions.rows, split_captions.sources
     num_used = f"{len(rows):,} of {count_noun(split_captions.num_captions, 'caption')} of split {split!r}"
@@ -341,8 +341,8 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
     )
 
 
-def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """Return the `TextDigest` of the texts in use, and their common text; None if the texts differ."""
+def digest_used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
+    """Return the `TextDigest` of the texts in use, and the text that all of them have, or None if they differ."""
     digest, begin, common_texts = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         texts_in_chunk = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))
@@ -355,11 +355,11 @@ def used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str,
 
 @dataclass(frozen=True)
 class ClipCaptions:
-    """Clips and their captions. They take 24 bytes per clip and 8 to 28 bytes per caption.
+    """Clips and their captions. The arrays take 24 bytes per clip and 8 to 28 bytes per caption.
 
     Attributes:
         spans: Spans of the clips.
-        choice: Entries of the captions of each clip, as indices of `rows` and `caption_ids`.
+        choice: Entries of the captions of each clip, as indices into `rows` and `caption_ids`.
         rows: Row of each caption's text, [P], grouped by clip and source.
         caption_ids: ID of each caption, [P].
         rank_counts: Number of captions from each source in use, by rank, int64.
@@ -394,7 +394,7 @@ def clips_of(usable: UsableCaptions, block: SpanBlock, rank: NDArray[np.int16], 
     Args:
         usable: Usable spans of `block`.
         rank: Rank of each caption's source, int16 [captions]; captions with rank -1 are omitted.
-        each_caption: True to make a clip for each caption instead; `block` then has one span per caption.
+        each_caption: True to make a clip for each caption instead; `block` must then contain one span per caption.
     """
     # The first chunk identifies the video.
     keys: tuple[NDArray[np.integer], ...] = (usable.end_us, usable.begin_us, usable.first_chunk)
@@ -443,7 +443,7 @@ def _are_sorted(keys: tuple[NDArray[Any], ...]) -> bool:
 
 
 class ClipGroups:
-    """Collector of the clips of a split, which are added in blocks of videos.
+    """Collector for the clips of a split. Clips are added in blocks of videos.
 
     Args:
         sources: Caption sources in use.

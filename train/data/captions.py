@@ -1,10 +1,10 @@
 """`Captions`: chooses the caption of a sample, and adds it as tokens, as text or as an embedding.
 
-In training, a source is drawn by weight, and then one of the clip's captions from this source with equal probability.
-The draw is a pure function of (seed, position). An evaluation uses the first caption of the first source.
+In training, a source is drawn by weight. Then one of the clip's captions from this source is drawn, with equal
+probability. The draws are pure functions of (seed, position). An evaluation uses the first caption of the first source.
 
-All captions of a clip are consecutive entries of an array, ordered by source. A run consists of the entries of a clip
-from one source.
+All captions of a clip are consecutive entries of an array, ordered by source. A run consists of a clip's entries from
+one source.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -39,7 +39,7 @@ class Annotations(Protocol):
     """Annotations that are added to the frames of samples, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
-        """Add the entries to a sample, whose row in the table is `request.sample`."""
+        """Add the entries to the sample in row `request.sample` of the table."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sources:
     Attributes:
         names: Names in order of priority.
         weights: Sampling weights, float64 [names], all positive.
-        rank: Index in `names` of each source, by its code in the manifest, int16; -1 for omitted sources.
+        rank: Index in `names` of each source that was passed to `choose_sources`, int16; -1 for omitted sources.
         not_asked_for: Model sources that are omitted because the user did not select them.
     """
 
@@ -61,23 +61,23 @@ class Sources:
     def describe(self, num_captions: NDArray[np.int64]) -> str:
         """Return a remark with the name, weight and number of captions of each source."""
         sources = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
-        parts = (f"{name} = {weight:g} ({count_noun(number, 'caption')})" for name, weight, number in sources)
+        parts = (f"{name} = {weight:g} ({count_noun(count, 'caption')})" for name, weight, count in sources)
         return f"sources {', '.join(parts)}"
 
     def describe_omitted(self, num_captions: int) -> str:
-        """Return a remark on the omitted captions, and how to include them; '' if `num_captions` is 0."""
+        """Return a remark on the omitted captions that says how to include them; '' if `num_captions` is 0."""
         if not num_captions:
             return ""
         if not self.not_asked_for:
-            return f"{count_noun(num_captions, 'caption')} of other sources left out"
+            return f"{count_noun(num_captions, 'caption')} from other sources left out"
         return (
-            f"{count_noun(num_captions, 'caption')} of models left out ({', '.join(self.not_asked_for)}); the sources "
-            f'"{equal_weights([*self.names, *self.not_asked_for])}" include them'
+            f"{count_noun(num_captions, 'caption')} from models left out ({', '.join(self.not_asked_for)}); the "
+            f'sources "{equal_weights([*self.names, *self.not_asked_for])}" include them'
         )
 
 
 def equal_weights(names: Sequence[str]) -> str:
-    """Return a value for `--captions.sources` that weights these sources equally, for any model fingerprints."""
+    """Return a value for `--captions.sources` that weights these sources equally, whatever the model fingerprints."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_model_source(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 
@@ -88,8 +88,8 @@ def choose_sources(names: list[str], *, weights: str | None, all_sources: Collec
     Args:
         names: Names of the sources of the split.
         weights: Value of `--captions.sources`: names or shell patterns with weights. A source gets the weight of the
-            first pattern that matches it. None for weight 1 for every source in alphabetical order, except model
-            sources (`captioner@1f2e3d4c`), which are used only if `weights` lists them.
+            first pattern that matches it. None to use all sources in alphabetical order with weight 1, except model
+            sources (`captioner@1f2e3d4c`): they are used only if `weights` lists them.
         all_sources: Names of the sources of all splits. `weights` may list sources of other splits, such as
             pseudo-captions of training videos in an evaluation, if the split has captions from another listed source.
 
@@ -105,29 +105,32 @@ def choose_sources(names: list[str], *, weights: str | None, all_sources: Collec
         )
     not_asked_for = tuple(remaining[len(human_sources) :]) if weights is None else ()
     pairs = [(name, 1.0) for name in human_sources] if weights is None else list(parse_weights(weights).items())
-    chosen: list[tuple[str, float]] = []
+    selection: list[tuple[str, float]] = []
     for pattern, weight in pairs:
         # A complete name selects only the source of this name, even if it could also be read as a pattern.
         matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
         if not matching and not any(name == pattern or fnmatchcase(name, pattern) for name in all_sources):
             raise UserError(
                 f"no caption of this manifest has the source {pattern!r} (requested by --captions.sources)",
-                hint=f"use sources of this split: {', '.join(sorted(names)) or 'there are none'}",
+                hint=f"use sources of this split: {', '.join(sorted(names))}"
+                if names
+                else "use another split, because this split has no captions",
                 flags=("--captions.sources",),
             )
         matching = [name for name in remaining if name in matching]
         remaining = [name for name in remaining if name not in matching]
-        chosen += [(name, weight) for name in matching if weight > 0]
-    if names and not chosen:
+        selection += [(name, weight) for name in matching if weight > 0]
+    if names and not selection:
         raise UserError(
             f"--captions.sources is {weights!r}, but this split has no captions from these sources",
             hint=f"use sources of this split: {', '.join(sorted(names))}",
             flags=("--captions.sources",),
         )
     rank = np.full(len(names), -1, np.int16)
-    for number, (name, _) in enumerate(chosen):
-        rank[names.index(name)] = number
-    return Sources(tuple(name for name, _ in chosen), np.array([weight for _, weight in chosen]), rank, not_asked_for)
+    for index, (name, _) in enumerate(selection):
+        rank[names.index(name)] = index
+    selected_names, selected_weights = [name for name, _ in selection], [weight for _, weight in selection]
+    return Sources(tuple(selected_names), np.array(selected_weights), rank, not_asked_for)
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,8 @@ class CaptionChoice:
     """Entries of the captions of each clip, and random choices among them. R runs, N clips.
 
     Attributes:
-        first_entry: First entry of each run, and the number of entries, int [R + 1].
-        first_run: First run of each clip, and the number of runs, int [N + 1]; None if every clip has one run.
+        first_entry: First entry of each run, followed by the number of entries, int [R + 1].
+        first_run: First run of each clip, followed by the number of runs, int [N + 1]; None if every clip has one run.
         before: Sum of the weights of all preceding runs, float64 [R + 1]; None if every clip has one run.
     """
 
@@ -149,13 +152,13 @@ class CaptionChoice:
         """Number of clips."""
         return len(self.first_entry if self.first_run is None else self.first_run) - 1
 
-    def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the entry of the first caption of each clip."""
+    def first_entries(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first entry of each clip."""
         runs = clips if self.first_run is None else self.first_run[clips]
         return self.first_entry[runs].astype(np.int64)
 
     def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Draw a caption for each clip; return the entries. `position` is the clip's position in the order."""
+        """Draw a caption for each clip; return the entries. `position` is the position of each clip in the order."""
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
@@ -211,7 +214,7 @@ class Runs:
 
 
 def runs_of(clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int) -> Runs:
-    """Divide entries into runs, given the clip and source rank of each entry. They must be sorted by clip and rank."""
+    """Divide entries, which must be sorted by clip and source rank, into runs."""
     starts = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
     return Runs(starts, rank[starts], np.bincount(clip[starts], minlength=num_clips))
 
@@ -222,7 +225,7 @@ def choice_from_runs(
     """Return the choice for the runs of all clips.
 
     Args:
-        first_entry: First entry of each run, and the number of entries, [R + 1].
+        first_entry: First entry of each run, followed by the number of entries, [R + 1].
         rank, num_runs: See `Runs`.
         weights: Weight of each source, by rank.
     """
@@ -240,14 +243,14 @@ def choice_from_runs(
 def choice_from_entries(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Return the choice for entries with these clips and source ranks. They must be sorted by clip and rank."""
+    """Return the choice for entries, which must be sorted by clip and source rank."""
     runs = runs_of(clip, rank, num_clips=num_clips)
     first_entry = smallest_integers(np.append(runs.first_entry, len(clip)))
     return choice_from_runs(first_entry, rank=runs.rank, num_runs=runs.num_runs, weights=weights)
 
 
 def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """Convert non-negative integers to int32 if all of them fit into it."""
+    """Convert non-negative integers to int32 if all of them fit."""
     fits_int32 = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits_int32 else numbers
 
@@ -255,8 +258,8 @@ def smallest_integers(numbers: NDArray[np.int64]) -> NDArray[Any]:
 def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], tokenize: "Tokenize") -> str:
     """Return a remark on the texts that fill the tokenizer's context and may be truncated; '' if no text does.
 
-    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. Of more
-    than 20,000 such texts, only an evenly spaced sample is tokenized.
+    A token has at least one byte, and a word has at least one token, so only a few texts have to be tokenized. If more
+    than 20,000 texts remain, only an evenly spaced sample of them is tokenized.
 
     Args:
         rows: Rows of the texts to check.
@@ -275,7 +278,8 @@ def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], token
     if not num_full:
         return ""
     prefix = "" if len(sample) == len(candidates) else "about "
-    return f"{prefix}{round(num_full / len(sample) * len(candidates)):,} of {context} tokens or more, cut to {context}"
+    count = round(num_full / len(sample) * len(candidates))
+    return f"{prefix}{count:,} with {context} tokens or more, truncated to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:
@@ -301,7 +305,7 @@ class RowCaptions:
         same_text: Text of all captions if they have the same text; otherwise None.
         caption_id: ID of each caption in the manifest, int [C].
         text_row: Row of each caption in the stored texts, int32 [C].
-        caption: Caption of each entry, as an index of the arrays [C], int32 [P]; None if entries are captions.
+        caption: Caption of each entry, as an index into the arrays [C], int32 [P]; None if entry i is caption i.
         place: Location of each caption's stored embedding, int64 [C] (clipmill.train.data.mapped_tars); None without
             embeddings.
         num_tokens: Length of each caption's stored sequence, int32 [C]; None if embeddings are single vectors.
@@ -319,7 +323,7 @@ class RowCaptions:
 
     @classmethod
     def one_per_row(cls, text_row: NDArray[np.int32], *, texts: "pa.ChunkedArray", texts_sha256: str) -> "RowCaptions":
-        """Return the captions of rows with one caption each. The IDs of the captions are the numbers of the rows.
+        """Return the captions of rows with one caption each. The IDs of the captions are 0, 1, 2, ...
 
         Args:
             text_row: Row of each caption in `texts`, ascending.
@@ -340,7 +344,7 @@ class RowCaptions:
         return int(self.choice.first_entry[-1])
 
     def captions_at(self, entries: Any) -> Any:
-        """Return the caption of an entry, or the captions of an array of entries, as indices of the arrays [C]."""
+        """Return the caption of an entry, or the captions of an array of entries, as indices into the arrays [C]."""
         return entries if self.caption is None else self.caption[entries]
 
 
@@ -363,9 +367,9 @@ class Captions:
     Args:
         rows: Captions of the rows of the table.
         texts: Stored texts of the captions of the manifest.
-        tokenize: Function that tokenizes captions; None for captions as text.
-        stored_text: Embeddings that replace captions; None for captions.
-        relevant: Random choice by relevancy; None to choose among the captions of the clip by source weights.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
+        stored_text: Embeddings that replace captions; None to use the captions.
+        caption_draw: Random choice by relevancy; None to choose among the captions of the clip by source weights.
     """
 
     def __init__(
@@ -375,18 +379,18 @@ class Captions:
         *,
         tokenize: "Tokenize | None" = None,
         stored_text: "StoredText | None" = None,
-        relevant: "CaptionDraw | None" = None,
+        caption_draw: "CaptionDraw | None" = None,
     ) -> None:
         self.rows, self.stored_texts = rows, texts
-        self.tokenize, self.stored_text, self._relevant = tokenize, stored_text, relevant
+        self.tokenize, self.stored_text, self._caption_draw = tokenize, stored_text, caption_draw
 
     @property
     def num_entries(self) -> int:
-        """Number of entries: captions of all clips."""
+        """Number of captions of all clips."""
         return self.rows.num_entries
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples in an epoch of training."""
+        """Return the number of samples in a training epoch."""
         return num_samples
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
@@ -394,8 +398,8 @@ class Captions:
         relevancy = 1.0
         if request.seed is None:
             entry = self.first_entry(request.sample)
-        elif self._relevant is not None:
-            entry, relevancy = self._relevant.draw(request.sample, position=request.position, seed=request.seed)
+        elif self._caption_draw is not None:
+            entry, relevancy = self._caption_draw.draw(request.sample, position=request.position, seed=request.seed)
         else:
             entry = self.rows.choice.draw_one(request.sample, position=request.position, seed=request.seed)
         caption_id = sample["caption_id"] = self.caption_id(entry)
@@ -405,7 +409,7 @@ class Captions:
             sample["tokens"] = self.tokenize(self.text_at(entry))
         elif self.stored_text is None:
             sample["caption"] = self.text_at(entry)
-        if self._relevant is not None:
+        if self._caption_draw is not None:
             sample["relevancy"] = relevancy
 
     def caption_id(self, entry: int) -> int:
@@ -440,7 +444,7 @@ class Captions:
 
     def first_entry(self, row: int) -> int:
         """Return the entry of the caption that an evaluation uses for a row."""
-        return int(self.rows.choice.first(np.array([row]))[0])
+        return int(self.rows.choice.first_entries(np.array([row]))[0])
 
     def require_different_texts(self, *, split: str) -> None:
         """Raise a UserError if all captions have the same text, because a model could not learn from them."""
@@ -461,4 +465,4 @@ class Captions:
 
     def facts(self) -> tuple[Any, ...]:
         """Return values for the fingerprint of the samples."""
-        return () if self._relevant is None else (self._relevant.sha256,)
+        return () if self._caption_draw is None else (self._caption_draw.sha256,)

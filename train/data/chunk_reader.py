@@ -1,4 +1,4 @@
-"""`read_chunks` and `chunks_table`, for analysis in Python: the decoded chunks of a split, and a table of all chunks.
+"""`read_chunks` and `chunks_table`, for analysis in Python: decoded chunks of a split, and a table of all chunks.
 
 See docs/python.md for examples.
 """
@@ -49,7 +49,7 @@ _MAX_SHOWN, _SHOWN_PX = 8, 120  # number of frames that a notebook shows, and th
 
 @dataclass(frozen=True)
 class Chunk:
-    """A decoded chunk of a video. A notebook shows up to eight of its frames.
+    """Decoded chunk of a video. A notebook shows up to eight of its frames.
 
     Attributes:
         key: Key of the chunk, `<video id>_<start in ms>`.
@@ -105,19 +105,19 @@ class Chunks:
             num_ahead=self._workers + 1,
             stuck_after_s=_STUCK_AFTER_S,
         )
-        for number, outcome in loaded:
+        for index, outcome in loaded:
             if isinstance(outcome, Chunk):
                 yield outcome
                 require_process(process, what="chunks")
                 continue
             if isinstance(outcome, StuckResult):
-                key = self._chunks.key(int(self._parts.chunk[number]))
-                outcome = FailedSample(number, key, "stuck", str(outcome))
+                key = self._chunks.key(int(self._parts.chunk[index]))
+                outcome = FailedSample(index, key, "stuck", str(outcome))
             list_failures(self.failures, [outcome], max_failures=self._max_failures)
 
-    def _load(self, number: int) -> Chunk | FailedSample:
-        chunks, chunk = self._chunks, int(self._parts.chunk[number])
-        key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[number]), int(self._parts.end_us[number])
+    def _load(self, index: int) -> Chunk | FailedSample:
+        chunks, chunk = self._chunks, int(self._parts.chunk[index])
+        key, begin_us, end_us = chunks.key(chunk), int(self._parts.begin_us[index]), int(self._parts.end_us[index])
         rgb_frames: dict[int, NDArray[np.uint8]] = {}
 
         def add(frame: int, video_frame: "av.VideoFrame") -> None:
@@ -126,15 +126,15 @@ class Chunks:
 
         try:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
-            numbers = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
-            frames = [times.nominal_frame(number) for number in numbers]
+            nominal_frames = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
+            frames = [times.nominal_frame(frame) for frame in nominal_frames]
             # If the chunk belongs to the split only in part, omit the frames of other splits.
             if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:
                 frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
                 frames = frames or [times.frame_at(begin_us, 1)]
             chunks.decoder.decode_each(chunks.read(chunk, frames), add)
         except SampleFailed as error:
-            return error.at(number)
+            return error.at(index)
         return Chunk(
             key=key,
             video_id=split_key(key)[0],
@@ -160,8 +160,8 @@ def read_chunks(
 
     Args:
         data: Path or URL of a data folder that prep made.
-        every: Step between decoded frames: 1 for all, 2 for every second frame, and so on, starting with the first. A
-            chunk of 450 frames at 456 x 256 takes 158 MB.
+        every: Step between decoded frames: 1 for all, 2 for every second frame, and so on, starting with the first. The
+            decoded frames of a chunk take memory: 158 MB for 450 frames of 456 x 256.
         split, workers, max_failures, cache: See `open_clips`.
 
     Raises:
@@ -184,10 +184,10 @@ _MS_PER_S, _LABEL = 1000, "label_"
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
-    The columns are `key`, `video_id` and `split`; `begin_s` and `end_s` (seconds in the video); `captions` (list of
-    strings: the captions whose spans overlap the chunk, ordered by ID), `caption_id` (list of int64), and each label
-    column `label_NAME` (list of strings), with one entry per caption; and after `prep scores`, each score and
-    `duplicate` (bool: the chunk looks like a chunk of an earlier video), null for chunks without scores.
+    The columns are `key`, `video_id` and `split`; `begin_s` and `end_s` (seconds in the video); and, with one entry per
+    caption whose span overlaps the chunk, ordered by ID: `captions` (list of strings), `caption_id` (list of int64),
+    and each label column `label_NAME` (list of strings). After `prep scores`, the table also contains each score and
+    `duplicate` (bool: the chunk looks like a chunk of an earlier video), which are null for chunks without scores.
 
     Args:
         data: Path or URL of a data folder that prep made.
@@ -243,7 +243,7 @@ def _captions(data_dir: Path, chunks: ChunkTable, video_ids: pa.Array) -> Iterat
 def _shown_pairs(
     captions: pa.Table, chunks: ChunkTable, video_ids: pa.Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return all pairs of a caption and a chunk that overlap: the row of each pair's caption, and of its chunk."""
+    """Return all pairs of a caption and a chunk that overlap: the rows of the captions, and the rows of the chunks."""
     video = rows_of(captions["video_id"], video_ids)
     begin_s, end_s = captions["begin_s"].to_numpy(), captions["end_s"].to_numpy()
     search = ChunkSearch(chunks)

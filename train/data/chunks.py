@@ -1,8 +1,9 @@
 """Chunks of a split in the `video` column, and the clips that are made from them.
 
-`ClipQuery` describes the clips. `ChunkSet` opens and reads the chunks. `ClipReader` decodes them to clips.
+`ClipQuery` describes the clips. `ChunkSet` opens and reads the chunks. `ClipReader` decodes the chunks into clips.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _OpenedChunks:
-    """Videos and chunks of a split, which all processes of a machine share.
+    """Videos and chunks of a split, shared by all processes of a machine.
 
     Attributes:
         video_ids: IDs of the videos of the split.
@@ -112,12 +113,12 @@ class ChunkSet:
 
     Attributes:
         video_ids: IDs of the videos of the split, including videos that belong to the split only in part.
-        table: Table of all chunks of these videos. Its video rows are indices of `video_ids`.
+        table: Table of all chunks of these videos. Its video rows are indices into `video_ids`.
         divided: Videos whose seconds belong to several splits, by their rows in `video_ids`; None if there are none.
         selection: Chunks and captions that `where` selects.
-        decoder: Decoder of chunks that `read` returned.
-        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which is read by the decoding
-            threads.
+        decoder: Decoder for the chunks that `read` returns.
+        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which the decoding threads
+            read themselves.
 
     Raises:
         UserError: The data folder does not exist or has no shards; the split has no videos; or `where` is not a valid
@@ -184,7 +185,7 @@ class ChunkSet:
         return self.divided.is_entirely_in(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened; a table must not mix versions."""
+        """Raise a UserError if the manifest has changed since the chunks were opened. A table must not mix versions."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
@@ -229,7 +230,7 @@ class ChunkSet:
             return ""
         return (
             f"{self._num_open} of {count_noun(self._variant.num_shards, 'shard')} "
-            "decoded through the container: open GOPs"
+            "decoded through the container because of open GOPs"
         )
 
     @cached_property
@@ -306,8 +307,8 @@ class ClipQuery:
         hint = (
             "run prep status to see the chunks, and prep manifest to add captions and labels"
             if not chunks.selection.text
-            else "use a weaker condition: it must hold for all chunks that a clip touches, and a caption without times "
-            "touches all chunks of its video"
+            else "use a weaker condition: the condition must hold for all chunks that a clip touches, and a caption "
+            "without times touches all chunks of its video"
         )
         return f"no clip of split {self.split!r} is usable", hint
 
@@ -354,30 +355,31 @@ class ClipPlan:
     time_s: Sequence[float] = ()
 
     @cached_property
-    def by_chunk(self) -> dict[int, dict[int, list[int]]]:
-        """Positions of each frame in the clip, by chunk and frame."""
-        by_chunk: dict[int, dict[int, list[int]]] = {}
+    def indices_by_chunk(self) -> dict[int, dict[int, list[int]]]:
+        """Indices of each frame in the clip, by chunk and frame."""
+        indices_by_chunk: dict[int, dict[int, list[int]]] = {}
         for index, (chunk, frame) in enumerate(self.frames):
-            by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
-        return by_chunk
+            indices_by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(index)
+        return indices_by_chunk
 
 
 @dataclass(frozen=True)
 class ReadClips:
-    """Bytes for the clips of a group of requests, which are read ahead of decoding.
+    """Bytes for the clips of a group of requests, read ahead of decoding.
 
     Attributes:
         plans: Frames of each clip.
-        shared: Bytes of each chunk that several clips need, or the reason why it cannot be read.
-        others: Bytes of the other chunks of each clip, or the reasons why they cannot be read.
+        shared_chunks: Bytes of each chunk that several clips need, or the reason why the chunk cannot be read.
+        other_chunks: Bytes of the other chunks of each clip, or the reasons why they cannot be read.
     """
 
     plans: list[ClipPlan]
-    shared: dict[int, ChunkBytes | SampleFailed]
-    others: list[dict[int, ChunkBytes | SampleFailed]]
+    shared_chunks: dict[int, ChunkBytes | SampleFailed]
+    other_chunks: list[dict[int, ChunkBytes | SampleFailed]]
 
 
 MomentsFunction = Callable[[int, np.random.Generator | None], Moments]
+_BytesOfChunks = Mapping[int, ChunkBytes | SampleFailed]
 
 
 class ClipReader(ThreadedReader):
@@ -386,12 +388,12 @@ class ClipReader(ThreadedReader):
     Sample i shows row i // repeats of the table.
 
     Args:
-        chunks: Chunks, whose rows are the parts in the table.
+        chunks: Chunks. Their rows are the parts in the table.
         table: Table with the spans of the clips.
         shape: Rules for sampling, cropping and resizing the frames of clips.
         annotations: Annotations that are added to samples, such as captions.
-        repeats: Number of samples per clip in an epoch. They are consecutive, so that their chunks are read and decoded
-            only once if they are loaded as a group.
+        repeats: Number of samples per clip in an epoch. The samples of a clip are consecutive, so that their chunks are
+            read and decoded only once if the samples are loaded as a group.
         same_frames: Number of consecutive samples of a clip that show the same moments in training.
         moments: Function that takes a row and a random number generator (None in an evaluation), and returns the
             moments to show; it raises ValueError if there are none. None to sample moments from the span of the row.
@@ -424,7 +426,7 @@ class ClipReader(ThreadedReader):
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the video of each clip."""
+        """Return the index of each clip's video."""
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
@@ -462,33 +464,38 @@ class ClipReader(ThreadedReader):
         return self._load([self.plan(request) for request in requests], None)
 
     def read(self, requests: Sequence[SampleRequest]) -> ReadClips:
-        """Read the bytes for the clips of a group of requests, which `load_read` then decodes."""
+        """Read the bytes for the clips of a group of requests, so that `load_read` can decode them."""
         plans = [self.plan(request) for request in requests]
-        shared = {chunk: self._try_read(chunk, frames) for chunk, frames in _shared_chunks(plans).items()}
-        others = [
-            {chunk: self._try_read(chunk, frames) for chunk, frames in plan.by_chunk.items() if chunk not in shared}
+        shared_chunks = {chunk: self._try_read(chunk, frames) for chunk, frames in _shared_chunks(plans).items()}
+        other_chunks = [
+            {
+                chunk: self._try_read(chunk, frames)
+                for chunk, frames in plan.indices_by_chunk.items()
+                if chunk not in shared_chunks
+            }
             for plan in plans
         ]
-        return ReadClips(plans, shared, others)
+        return ReadClips(plans, shared_chunks, other_chunks)
 
-    def load_read(self, read: ReadClips) -> list[Sample | FailedSample]:
+    def load_read(self, clips: ReadClips) -> list[Sample | FailedSample]:
         """Decode and crop the clips that `read` returned; return the same samples as `load`."""
-        return self._load(read.plans, read)
+        return self._load(clips.plans, clips)
 
-    def _load(self, plans: Sequence[ClipPlan], read: ReadClips | None) -> list[Sample | FailedSample]:
+    def _load(self, plans: Sequence[ClipPlan], clips: ReadClips | None) -> list[Sample | FailedSample]:
         # A chunk that several plans need is decoded once. If this fails, `_make` decodes the chunk again for each plan,
         # so that the failure is reported for each plan.
-        shared: dict[int, ChunkFrames] = {}
-        for chunk, needed in _shared_chunks(plans).items() if len(plans) > 1 else ():
+        decoded_chunks: dict[int, ChunkFrames] = {}
+        shared_bytes = {} if clips is None else clips.shared_chunks
+        for chunk, frames in _shared_chunks(plans).items() if len(plans) > 1 else ():
             with suppress(SampleFailed):
-                shared[chunk] = self.decoder.decode(self._bytes(chunk, needed, {} if read is None else read.shared))
-        loaded: list[Sample | FailedSample] = []
-        for number, plan in enumerate(plans):
-            contents = {} if read is None else {**read.shared, **read.others[number]}
+                decoded_chunks[chunk] = self.decoder.decode(self._bytes(chunk, frames, shared_bytes))
+        samples: list[Sample | FailedSample] = []
+        for index, plan in enumerate(plans):
+            chunk_bytes = {} if clips is None else {**shared_bytes, **clips.other_chunks[index]}
             try:
                 if plan.failure is not None:
                     raise plan.failure
-                clip = self._make(plan, shared, contents)
+                clip = self._make(plan, decoded_chunks, chunk_bytes)
                 sample = Sample(
                     position=plan.request.position,
                     key=plan.key,
@@ -498,10 +505,10 @@ class ClipReader(ThreadedReader):
                     colour=clip.colour,
                 )
                 self.annotate(sample, plan.request)
-                loaded.append(sample)
+                samples.append(sample)
             except SampleFailed as error:
-                loaded.append(error.at(plan.request.position))
-        return loaded
+                samples.append(error.at(plan.request.position))
+        return samples
 
     def plan(self, request: SampleRequest) -> ClipPlan:
         """Choose the frames for a request."""
@@ -522,17 +529,17 @@ class ClipReader(ThreadedReader):
             if self._moments is None:
                 raise
             return ClipPlan(request, key, (), None, SampleFailed(key, reason="chunk_missing", detail=str(error)))
-        numbers = tuple((first + index.chunk, index.frame) for index in frames)
+        chunk_frames = tuple((first + index.chunk, index.frame) for index in frames)
         time_s = [to_seconds(chunks[index.chunk].frame_begin_us(index.frame)) for index in frames]
-        return ClipPlan(request, key, numbers, request.generator("crop"), time_s=time_s)
+        return ClipPlan(request, key, chunk_frames, request.generator("crop"), time_s=time_s)
 
-    def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
+    def clip(self, plan: ClipPlan, decoded_chunks: Mapping[int, ChunkFrames]) -> Clip:
         """Crop and resize the frames of a plan; raise SampleFailed if they differ in resolution or colour.
 
         Args:
-            decoded: Decoded frames of each chunk.
+            decoded_chunks: Decoded frames of each chunk.
         """
-        frames = [decoded[chunk][frame] for chunk, frame in plan.frames]
+        frames = [decoded_chunks[chunk][frame] for chunk, frame in plan.frames]
         in_graph = self.chunks.rule == "filter"
         return make_clip(frames, self._shape, rng=plan.rng, in_graph=in_graph, key=plan.key)
 
@@ -541,33 +548,32 @@ class ClipReader(ThreadedReader):
         for annotations in self._annotations:
             annotations.add(sample, request)
 
-    def _make(
-        self, plan: ClipPlan, shared: Mapping[int, ChunkFrames], read: Mapping[int, ChunkBytes | SampleFailed]
-    ) -> Clip:
+    def _make(self, plan: ClipPlan, decoded_chunks: Mapping[int, ChunkFrames], chunk_bytes: _BytesOfChunks) -> Clip:
         """Make a clip. Each frame is cropped as soon as it is decoded.
 
         Args:
-            shared: Chunks that have been decoded already.
-            read: Chunks that have been read already, or whose reading has failed. Other chunks are read now.
+            decoded_chunks: Frames of chunks that have already been decoded.
+            chunk_bytes: Bytes of chunks that have already been read, or the reasons why they cannot be read. Other
+                chunks are read now.
         """
         chunks = self.chunks
         if chunks.rule == "filter":
-            decoded = {
-                chunk: shared.get(chunk) or self.decoder.decode(self._bytes(chunk, frames, read))
-                for chunk, frames in plan.by_chunk.items()
+            all_chunks = {
+                chunk: decoded_chunks.get(chunk) or self.decoder.decode(self._bytes(chunk, frames, chunk_bytes))
+                for chunk, frames in plan.indices_by_chunk.items()
             }
-            return self.clip(plan, decoded)
+            return self.clip(plan, all_chunks)
         builder = ClipBuilder(self._shape, num_frames=len(plan.frames), rng=plan.rng, key=plan.key)
-        for chunk, indices in plan.by_chunk.items():
+        for chunk, indices in plan.indices_by_chunk.items():
 
             def add(frame: int, picture: "av.VideoFrame", indices: dict[int, list[int]] = indices) -> None:
                 builder.add(picture, indices[frame])
 
-            if chunk in shared:
+            if chunk in decoded_chunks:
                 for frame in indices:
-                    add(frame, shared[chunk][frame])
+                    add(frame, decoded_chunks[chunk][frame])
             else:
-                self.decoder.decode_each(self._bytes(chunk, indices, read), add)
+                self.decoder.decode_each(self._bytes(chunk, indices, chunk_bytes), add)
         return builder.clip()
 
     def _try_read(self, chunk: int, frames: Collection[int]) -> ChunkBytes | SampleFailed:
@@ -576,8 +582,8 @@ class ClipReader(ThreadedReader):
         except SampleFailed as error:
             return error
 
-    def _bytes(self, chunk: int, frames: Collection[int], read: Mapping[int, ChunkBytes | SampleFailed]) -> ChunkBytes:
-        content = read[chunk] if chunk in read else self.chunks.read(chunk, frames)
+    def _bytes(self, chunk: int, frames: Collection[int], chunk_bytes: _BytesOfChunks) -> ChunkBytes:
+        content = chunk_bytes[chunk] if chunk in chunk_bytes else self.chunks.read(chunk, frames)
         if isinstance(content, SampleFailed):
             raise content
         return content
@@ -585,8 +591,9 @@ class ClipReader(ThreadedReader):
 
 def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
     """Return the chunks that several plans need, each with all frames that the plans need."""
-    needed: dict[int, set[int]] = {}
+    needed_frames: dict[int, set[int]] = {}
     for plan in plans:
-        for chunk, frames in plan.by_chunk.items():
-            needed.setdefault(chunk, set()).update(frames)
-    return {chunk: frames for chunk, frames in needed.items() if sum(chunk in plan.by_chunk for plan in plans) > 1}
+        for chunk, frames in plan.indices_by_chunk.items():
+            needed_frames.setdefault(chunk, set()).update(frames)
+    counts = Counter(chunk for plan in plans for chunk in plan.indices_by_chunk)
+    return {chunk: frames for chunk, frames in needed_frames.items() if counts[chunk] > 1}

@@ -1,8 +1,9 @@
-"""Classes of clips, which come from the label columns of captions, and files with the names of classes.
+"""Classes of clips, taken from the label columns of captions, and files with class names.
 
 The classes of a label are collected from all captions of the training and evaluation splits, even from captions whose
 videos are missing. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted
-as strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
+as strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all names are numbers, and otherwise as
+strings.
 
 Suffixes: R rows of the table of captions, L labels.
 """
@@ -33,7 +34,7 @@ _PAIR = re.compile(r"-?\d+:-?\d+")
 
 @dataclass(frozen=True)
 class ClassList:
-    """Classes of a label, in the order of their numbers.
+    """Classes of a label, in the order of their class numbers.
 
     Attributes:
         label: Name of the label, as in the settings.
@@ -48,7 +49,7 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """Verb class and noun class of each action; empty for other labels, and if a name is not "verb:noun"."""
+        """Verb class and noun class of each action; {} for other labels, or if a name is not "verb:noun"."""
         if self.label != ACTION or not all(map(_PAIR.fullmatch, self.names)):
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
@@ -67,7 +68,7 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], more_nam
     """Return all classes of a label in these splits of one or more data folders.
 
     Args:
-        more_names: Names of classes from other data, which are added.
+        more_names: Further class names, from other data.
 
     Raises:
         UserError: The captions of a folder do not have the label, or there are fewer than two classes.
@@ -109,11 +110,11 @@ def proposed_label(labels: Sequence[str]) -> str:
     return ACTION if ACTION in labels else labels[0]
 
 
-def list_labels(labels: Sequence[str]) -> str:
-    """Return a list of labels with a proposal, as text for a hint."""
+def label_hint(labels: Sequence[str]) -> str:
+    """Return a hint that lists the available labels and proposes one of them."""
     if not labels:
-        return "none; see docs/classification.md for datasets with labels"
-    return f"{', '.join(labels)}; for example --label {proposed_label(labels)}"
+        return "use a dataset with labels (docs/classification.md), because these captions have none"
+    return f"use an available label: {', '.join(labels)}; for example --label {proposed_label(labels)}"
 
 
 def class_names_of(captions: pa.Table, *, label: str, source: str = "") -> pa.ChunkedArray:
@@ -131,13 +132,13 @@ def class_names_of(captions: pa.Table, *, label: str, source: str = "") -> pa.Ch
         if name not in captions.column_names:
             raise UserError(
                 f"the captions{source} have no column {name}, which label {label!r} needs",
-                hint=f"use an available label: {list_labels(class_labels(captions.schema))}",
+                hint=label_hint(class_labels(captions.schema)),
                 flags=("--label",),
             )
         if pa.types.is_nested(captions[name].type):
             raise UserError(
                 f"a caption can have several values of {label!r}, so they cannot be classes",
-                hint=f"use an available label: {list_labels(class_labels(captions.schema))}",
+                hint=label_hint(class_labels(captions.schema)),
             )
     texts = [captions[name].cast(pa.string()) for name in columns]
     return pc.binary_join_element_wise(*texts, ":") if is_pair else texts[0]
@@ -159,8 +160,8 @@ class LabelledRows:
         num_captions: Number of captions of the split, with or without labels.
         num_unlabelled: Number of captions without any of the labels.
         num_other_classes: Number of captions that have a label, but whose classes are not in the lists.
-        other_classes: Suffix for a remark with some names of classes if no caption has a class in the lists; otherwise
-            ''.
+        other_classes: Suffix for a remark. If no caption has a class in the lists, it contains some class names;
+            otherwise it is ''.
     """
 
     row: NDArray[np.int64]
@@ -180,7 +181,7 @@ class LabelledRows:
 
 
 def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes: Sequence[ClassList]) -> LabelledRows:
-    """Return the labelled captions of a split, with the numbers of their classes.
+    """Return the labelled captions of a split, with their class numbers.
 
     Args:
         is_of_split: Mask of the captions that belong to the split.
@@ -190,29 +191,29 @@ def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes
     """
     rows = np.flatnonzero(is_of_split)
     label_RL = np.empty((len(rows), len(classes)), np.int64)
-    has_any = np.zeros(len(rows), bool)
+    has_label = np.zeros(len(rows), bool)
     for column, class_list in enumerate(classes):
         names = class_names_of(captions, label=class_list.label).take(pa.array(rows))
         label_RL[:, column] = class_numbers_of(names, class_list)
-        has_any |= names.is_valid().to_numpy()
+        has_label |= names.is_valid().to_numpy()
     is_kept = (label_RL >= 0).any(axis=1)
     other_classes = ""
-    if has_any.any() and not is_kept.any():
+    if has_label.any() and not is_kept.any():
         other_names = class_names_of(captions, label=classes[-1].label).take(pa.array(rows)).drop_null().unique()
         other_classes = (
-            f" ({_some_names(other_names.to_pylist())}; classes of the model: {_some_names(classes[-1].names)})"
+            f" ({_first_names(other_names.to_pylist())}; classes of the model: {_first_names(classes[-1].names)})"
         )
     return LabelledRows(
         row=rows[is_kept],
         label=label_RL[is_kept],
         num_captions=len(rows),
-        num_unlabelled=int((~has_any).sum()),
-        num_other_classes=int((has_any & ~is_kept).sum()),
+        num_unlabelled=int((~has_label).sum()),
+        num_other_classes=int((has_label & ~is_kept).sum()),
         other_classes=other_classes,
     )
 
 
-def _some_names(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     text = ", ".join(map(on_one_line, names[:_NUM_SHOWN]))
     return f"{text}, ..." if len(names) > _NUM_SHOWN else text
 
@@ -226,7 +227,7 @@ _WORD = re.compile(r"\w+")
 
 
 def read_class_file(path: Path) -> Names:
-    """Return the names of each class from a file with one class per line. A class may have several names.
+    """Read the names of each class from a file with one class per line. A class may have several names.
 
     Raises:
         UserError: The file cannot be read, is empty, is a table with other columns, or contains a name twice.
@@ -244,7 +245,9 @@ def read_class_file(path: Path) -> Names:
         classes = tuple(tuple(name.strip() for name in line.split("|") if name.strip()) for line in lines)
     names = [name for names_of_class in classes for name in names_of_class]
     if not all(classes) or not names:
-        raise UserError(f"{path} has a line without a name", hint="write one class per line, with | between its names")
+        raise UserError(
+            f"{path} has a line without a name", hint="write one class per line, with | between several names"
+        )
     if len(set(names)) != len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{path} contains {repeated!r} twice", hint="use each name for only one class")
@@ -263,7 +266,7 @@ def require_names(classes: NDArray[np.integer], names: Sequence[object], *, path
         raise UserError(
             f"{path} names {count_noun(len(names), 'class', 'classes')}, numbered from 0, but the captions "
             f"have {label} {largest}",
-            hint="use a file with all classes of this label, in the order of their numbers",
+            hint="use a file with all classes of this label, in the order of their class numbers",
         )
 
 
@@ -275,10 +278,10 @@ def _names_of_table(path: Path) -> Names:
             fault = row.fault or f"id is {number!r}, not a unique number"
             raise UserError(f"{path}, row {row.number}: {fault}", hint="use the published file")
         key_of[int(number)] = row.values["key"].strip()
-    missing = next((number for number in range(len(key_of)) if number not in key_of), None)
-    if missing is not None:
+    missing_id = next((number for number in range(len(key_of)) if number not in key_of), None)
+    if missing_id is not None:
         raise UserError(
-            f"{path} has {count_noun(len(key_of), 'row')}, but none with id {missing}",
+            f"{path} has {count_noun(len(key_of), 'row')}, but none with id {missing_id}",
             hint="use the published file",
         )
     return tuple((key_of[number],) if key_of[number] else () for number in range(len(key_of)))

@@ -26,7 +26,7 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a crop is extended to the full width or height of the frame if their difference is smaller
+_SNAP_PX = 3  # if a side of the crop differs from the frame's side by less, it is set to the frame's side
 # Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
@@ -46,8 +46,8 @@ class Rectangle:
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
     """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio from 3:4 to 4:3.
 
-    This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, it returns the largest centred
-    rectangle of an allowed ratio.
+    This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, the result is the largest centred
+    rectangle with an allowed ratio.
     """
     # Draw all numbers in one call, because calling the generator costs more than everything else.
     for area_draw, ratio_draw, across, down in rng.random((_NUM_TRIES, 4)).tolist():
@@ -72,8 +72,8 @@ def simple_rectangle(width: int, height: int, *, fraction: float, rng: np.random
     Args:
         fraction: Side length of the square, as a fraction of the frame's short side.
     """
-    short = min(width, height)
-    side = max(1, min(2 * round(short * fraction / 2), short - short % 2))
+    short_side = min(width, height)
+    side = max(1, min(2 * round(short_side * fraction / 2), short_side - short_side % 2))
     across, down = rng.random(2).tolist()
     left, top = 2 * int(across * ((width - side) // 2 + 1)), 2 * int(down * ((height - side) // 2 + 1))
     return Rectangle(left, top, side, side)
@@ -106,8 +106,8 @@ def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
-    steps = [number / (num_crops - 1) for number in range(num_crops)]
-    return [Rectangle(round((width - side) * step), round((height - side) * step), side, side) for step in steps]
+    fractions = [index / (num_crops - 1) for index in range(num_crops)]
+    return [Rectangle(round((width - side) * part), round((height - side) * part), side, side) for part in fractions]
 
 
 def rectangle_of(
@@ -119,7 +119,7 @@ def rectangle_of(
     simple_fraction: float = SIMPLE_FRACTION,
     rng: np.random.Generator | None,
 ) -> Rectangle:
-    """Return the crop rectangle of a clip. Without `rng`, as in an evaluation, it is the centre square."""
+    """Return the crop rectangle of a clip: the centre square in an evaluation, where `rng` is None."""
     if rng is None or rule == "centre":
         return centre_square(width, height)
     if rule == "simple":
@@ -133,7 +133,7 @@ Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]
 _Item = TypeVar("_Item", bound=Hashable)
 
 _PLANAR = frozenset({"yuv420p", "yuvj420p"})
-_AREA_FACTOR = 2  # minimum reduction of width or height for which areas are averaged
+_AREA_FACTOR = 2  # minimum factor by which width or height shrinks if areas are averaged
 cv2.setNumThreads(1)  # the loader's threads already use all cores
 
 
@@ -166,11 +166,11 @@ class CroppedPlanes:
 
     Resizing is bilinear. If width or height shrinks to half or less, areas are averaged instead, because bilinear
     interpolation would skip pixels. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the
-    nearest level, with equal results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights, which makes
-    one pixel in twenty one level darker.
+    nearest level, with identical results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights, so that
+    5 % of the pixels are darker by one level.
 
     Args:
-        size_px: Height of the resized frames, and their width unless `width_px` is given. Both are even.
+        size_px: Height of the resized frames, and their width unless `width_px` is given. Both must be even.
 
     Attributes:
         planes: Planes of the frames, uint8 [num_frames, size_px * width_px * 3 / 2]. They are uninitialised until all
@@ -196,7 +196,7 @@ class CroppedPlanes:
 
     def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
         """Crop and resize a frame (yuv420p or yuvj420p), and store the result at `indices`."""
-        first, *others = indices
+        first_index, *other_indices = indices
         was_inexact = cv2.ipp.useIPP_NotExact()
         cv2.ipp.setUseIPP_NotExact(True)  # for this thread only
         try:
@@ -204,11 +204,11 @@ class CroppedPlanes:
                 line_bytes = plane.line_size
                 size, begin = (part.height, part.width), part.top * line_bytes + part.left
                 crop = np.ndarray(size, np.uint8, buffer=memoryview(plane), offset=begin, strides=(line_bytes, 1))
-                cv2.resize(crop, resized.shape[:0:-1], dst=resized[first], interpolation=interpolation)
+                cv2.resize(crop, resized.shape[:0:-1], dst=resized[first_index], interpolation=interpolation)
         finally:
             cv2.ipp.setUseIPP_NotExact(was_inexact)
-        for index in others:
-            self.planes[index] = self.planes[first]
+        for index in other_indices:
+            self.planes[index] = self.planes[first_index]
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
@@ -224,8 +224,8 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
     links += [graph.add("format", frames[0].format.name), graph.add("buffersink")]
     graph.link_nodes(*links).configure()
     resized_frames = []
-    for number, frame in enumerate(frames):
-        frame.pts = number  # the graph requires increasing timestamps, and a frame may occur twice
+    for index, frame in enumerate(frames):
+        frame.pts = index  # the graph requires increasing timestamps, and a frame may occur twice
         graph.push(frame)
         resized_frames.append(graph.pull().to_ndarray().reshape(-1))
     return np.stack(resized_frames)
@@ -247,11 +247,11 @@ def rgb_frames(
     width_px = width_px or size_px
     num_luma = size_px * width_px
     rgb_TSWC = np.empty((len(video), size_px, width_px, 3), np.uint8)
-    yuv, full = np.empty(rgb_TSWC.shape[1:], np.uint8), np.empty((2, size_px, width_px), np.uint8)
+    yuv, full_chroma = np.empty(rgb_TSWC.shape[1:], np.uint8), np.empty((2, size_px, width_px), np.uint8)
     for planes, rgb_SWC in zip(video, rgb_TSWC, strict=True):
-        for chroma, plane in zip(planes[num_luma:].reshape(2, size_px // 2, width_px // 2), full, strict=True):
+        for chroma, plane in zip(planes[num_luma:].reshape(2, size_px // 2, width_px // 2), full_chroma, strict=True):
             cv2.resize(chroma, (width_px, size_px), dst=plane, interpolation=cv2.INTER_LINEAR)
-        cv2.merge([planes[:num_luma].reshape(size_px, width_px), *full], dst=yuv)
+        cv2.merge([planes[:num_luma].reshape(size_px, width_px), *full_chroma], dst=yuv)
         cv2.transform(yuv, _matrices()[colour], dst=rgb_SWC)
     return rgb_TSWC
 
@@ -306,7 +306,7 @@ class Clip:
 
     Attributes:
         video: Frames, uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (clipmill.train.data.batch). Views follow one
-            another, with all crops of the first temporal view first.
+            another, ordered by temporal view and then by crop.
         colour: Colour matrix and range of the decoded frames (clipmill.train.augment.colour).
     """
 
@@ -334,10 +334,10 @@ class ClipBuilder:
         """Crop and resize a frame, and store it at these indices of the clip.
 
         Raises:
-            SampleFailed: The frame differs from earlier frames in resolution or colour, because chunks differ.
+            SampleFailed: The frame differs from earlier frames in resolution or colour, because its chunk differs.
         """
-        planar = as_yuv420(frame)
-        frame_format = _format_of(planar)
+        planar_frame = as_yuv420(frame)
+        frame_format = _format_of(planar_frame)
         if self._format is None:
             self._format = frame_format
             self._crops = [
@@ -347,7 +347,7 @@ class ClipBuilder:
         elif frame_format != self._format:
             raise _format_failure({self._format, frame_format}, key=self._key)
         for crop in self._crops:
-            crop.add(planar, indices)
+            crop.add(planar_frame, indices)
 
     def clip(self) -> Clip:
         """Return the clip. All frames must have been added."""
@@ -372,14 +372,14 @@ def make_clip(
         for indices in indices_of(map(id, frames)).values():
             builder.add(frames[indices[0]], indices)
         return builder.clip()
-    converted = {id(frame): as_yuv420(frame) for frame in frames}
-    planar = [converted[id(frame)] for frame in frames]
-    formats = {_format_of(frame) for frame in planar}
+    frames_by_id = {id(frame): as_yuv420(frame) for frame in frames}
+    planar_frames = [frames_by_id[id(frame)] for frame in frames]
+    formats = {_format_of(frame) for frame in planar_frames}
     if len(formats) > 1:
         raise _format_failure(formats, key=key)
     (frame_format,) = formats
     rectangles = _rectangles(shape, frame_format, rng=rng)
-    crops = [crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles]
+    crops = [crop_clip_in_graph(planar_frames, rectangle, size_px=shape.size_px) for rectangle in rectangles]
     return _clip_of(crops, shape, frame_format)
 
 

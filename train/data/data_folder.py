@@ -1,6 +1,6 @@
-"""Data folders: opening them by path or URL, their chunks as arrays, and the selection of chunks and captions.
+"""Data folders: opening by path or URL, chunks as arrays, and the chunks and captions that `--where` selects.
 
-`--where` selects chunks and captions. The modules that read buckets are imported only for URLs.
+The modules that read buckets are imported only for URLs.
 """
 
 from contextlib import nullcontext
@@ -93,7 +93,7 @@ CHUNK_COLUMNS = (*_INDEX_COLUMNS, "shard", "row", "crc32")
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Chunks, ordered by video and start. Each array has one entry per chunk, int32 or int64.
+    """Chunks, ordered by video and start. Each array has one entry per chunk, int32 or int64 (`crc32`: uint32).
 
     Attributes:
         video_row: Row of the chunk's video in the list of videos.
@@ -175,7 +175,7 @@ class ChunkSearch:
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the last chunk that starts at or before each time in a video.
 
-        If there is none, the result is -1 or a chunk of another video.
+        If there is no such chunk, the result is -1 or a chunk of another video.
         """
         return np.searchsorted(self._starts, self._moments.numbers(video_row, at_ms), side="right") - 1
 
@@ -201,16 +201,16 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
     entries, codes = chunk_rows.dictionary_codes("video_id")
     arrays = {name: column_of(chunk_rows.table[name]) for name in CHUNK_COLUMNS}
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    with_video, order = rows_with_video(video_row, arrays["start_ms"])
-    if with_video is not None or order is not None:
-        rows = with_video if order is None else order if with_video is None else with_video[order]
+    kept_rows, order = rows_with_video(video_row, arrays["start_ms"])
+    if kept_rows is not None or order is not None:
+        rows = kept_rows if order is None else order if kept_rows is None else kept_rows[order]
         video_row, arrays = video_row[rows], {name: array[rows] for name, array in arrays.items()}
     is_in_sources = chunk_rows.member == SOURCE_MEMBER
     return ChunkTable(video_row=video_row, **arrays, is_in_sources=is_in_sources), chunk_rows.open_gops
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return the values of a column without nulls, as a view if it has a single Arrow chunk, or as a scratch array."""
+    """Return the values of a column without nulls: a view of a single Arrow chunk, or a scratch array."""
     parts = [chunk.to_numpy() for chunk in column.chunks]
     if len(parts) == 1:
         return parts[0]
@@ -225,9 +225,9 @@ def rows_with_video(
 
     The rows are None if all rows have a video. The order is None if the rows are already sorted.
     """
-    with_video = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
-    rows: Any = slice(None) if with_video is None else with_video
-    return with_video, order_of(video_row[rows], start_ms[rows])
+    kept_rows = None if bool((video_row >= 0).all()) else np.flatnonzero(video_row >= 0)
+    rows: Any = slice(None) if kept_rows is None else kept_rows
+    return kept_rows, order_of(video_row[rows], start_ms[rows])
 
 
 def rows_of(values: pa.ChunkedArray, keys: pa.Array) -> NDArray[np.int64]:
@@ -249,7 +249,7 @@ def index_in(values: pa.Array, keys: pa.Array) -> NDArray[np.int64]:
     return pc.fill_null(pc.index_in(values, value_set=keys), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-_BLOCK = 1 << 21  # number of captions in a block; it is large, because the IDs of all videos are hashed for each block
+_BLOCK = 1 << 21  # number of captions in a block; blocks are large, because each one hashes the IDs of all videos
 
 
 class ChunkRows(NamedTuple):
@@ -281,7 +281,7 @@ class Selection:
 
     Attributes:
         chunks: Mask of the selected chunks, bool [chunks]; None for all.
-        num_captions, num_selected: Numbers of captions of the split, and of selected captions; 0 before
+        num_captions, num_selected: Number of captions of the split, and number of selected captions; 0 before
             `select_captions` is called.
 
     Raises:
@@ -327,7 +327,7 @@ class Selection:
                 types=(),
                 prefix="selection",
             )
-            self._require(chunk_where, int(self.chunks.sum()), self._num_chunks, "chunk")
+            self._require_selected(chunk_where, int(self.chunks.sum()), self._num_chunks, "chunk")
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -363,22 +363,22 @@ class Selection:
             return None
         from clipmill.shards.selection import caption_columns, labelled_captions, selected_captions
 
-        opened = (
+        context = (
             open_captions(self._data_dir, dictionary_columns=("video_id", "source"))
             if table is None
             else nullcontext(table)
         )
-        with opened as captions:
+        with context as captions:
             is_table = isinstance(captions, pa.Table)
             schema = captions.schema if is_table else captions.schema_arrow
             columns = list(dict.fromkeys(["video_id", *caption_columns(where, schema)]))
-            selected, begin = scratch(captions.num_rows if is_table else captions.metadata.num_rows, np.bool_), 0
-            selected[:] = False
+            is_selected, begin = scratch(captions.num_rows if is_table else captions.metadata.num_rows, np.bool_), 0
+            is_selected[:] = False
             labelled = labelled_captions(where, self._data_dir)
             for block in caption_blocks(captions, columns, num_rows=_BLOCK):
                 video_row = rows_of(block["video_id"], self._video_ids)
                 rows = np.flatnonzero(video_row >= 0)
-                selected[begin + rows] = selected_captions(
+                is_selected[begin + rows] = selected_captions(
                     where,
                     self._data_dir,
                     block,
@@ -389,9 +389,9 @@ class Selection:
                 )
                 self.num_captions += len(rows)
                 begin += len(block)
-        self.num_selected = int(np.count_nonzero(selected))
-        self._require(where, self.num_selected, self.num_captions, "caption")
-        return selected
+        self.num_selected = int(np.count_nonzero(is_selected))
+        self._require_selected(where, self.num_selected, self.num_captions, "caption")
+        return is_selected
 
     def remarks(self) -> list[str]:
         """Return a remark with the expression and the numbers of selected chunks and captions, for the log."""
@@ -423,7 +423,7 @@ class Selection:
             return num_chunks
         return int(selected_chunks(chunk_where, self._data_dir, **self._rows._asdict()).sum())
 
-    def _require(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
+    def _require_selected(self, where: "Where", num_selected: int, count: int, noun: str) -> None:
         if count and not num_selected:
             from clipmill.shards.selection import empty_selection_error
 
@@ -435,8 +435,8 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
 
     Args:
         where: Expression; None selects everything.
-        tars: Reader of the tars of a remote data folder, which copies the columns that the expression uses, such as
-            scores; None for a local folder.
+        tars: Reader of the tars of a remote data folder; None for a local folder. For a remote folder, the columns that
+            the expression uses, such as scores, are copied to this machine.
 
     Raises:
         UserError: See `parse_where`.
@@ -445,12 +445,12 @@ def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | Non
         return ("",)
     from clipmill.shards.where import parse_where
 
-    parsed = parse_where(where)
-    columns = sorted(parsed.stored_in)
+    expression = parse_where(where)
+    columns = sorted(expression.stored_in)
     if tars is not None:
         for column in columns:
             tars.files.copy_column(column)
-    return parsed.text, current_variant(data_dir, VIDEO), *(_mark_of(data_dir, column) for column in columns)
+    return expression.text, current_variant(data_dir, VIDEO), *(_mark_of(data_dir, column) for column in columns)
 
 
 def _mark_of(data_dir: Path, column: str) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Reading and decoding of chunks: from single packets, or from a complete file in memory through its container.
+"""Reading and decoding of chunks, either from individual packets, or from a complete file through its container.
 
 If the decoder does not output a requested frame, loading fails instead of using another frame.
 """
@@ -33,7 +33,7 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes of a chunk that have been read for decoding.
+    """Bytes of a chunk, read for decoding.
 
     Attributes:
         key: Key of the chunk.
@@ -101,7 +101,7 @@ def read_chunk(
         if packets is None:
             file = shard.read_range(*tables.payload(row))
             if zlib.crc32(file) != tables.payload_crc32(row):
-                raise DamagedPacket(f"its bytes in {shard.tar_name} do not match their checksum")
+                raise DamagedPacket(f"the chunk's bytes in {shard.tar_name} do not match their checksum")
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
@@ -137,7 +137,7 @@ MAX_PIXELS = 1 << 26
 
 
 class PlainVideo:
-    """First video stream of a file in memory, which is decoded through its container.
+    """First video stream of a file in memory, decoded through the file's container.
 
     Frames are numbered in presentation order.
 
@@ -176,26 +176,26 @@ class PlainVideo:
                 if packet.is_keyframe:
                     key_times.append(packet.pts)
         if not times:
-            raise ValueError("it has no frames")
+            raise ValueError("the file has no frames")
         self.pts = sorted(times)
         self._key_pts = sorted(key_times)
         gaps = sorted(later - earlier for earlier, later in pairwise(self.pts))
         self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
     def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
-        """Decode frames, and return those that are intact, by number.
+        """Decode frames, and return the intact frames by their indices.
 
         Raises:
             av.FFmpegError: The decoder rejects the file.
         """
-        decoded: dict[int, av.VideoFrame] = {}
+        intact_frames: dict[int, av.VideoFrame] = {}
         with self._open() as (container, stream):
             decoder = container.decode(stream)
             last_pts: int | None = None  # timestamp of the last frame that was output
-            for number in sorted(set(frames)):
-                if not 0 <= number < len(self.pts):
+            for index in sorted(set(frames)):
+                if not 0 <= index < len(self.pts):
                     continue
-                target = self.pts[number]
+                target = self.pts[index]
                 key_frame = bisect_right(self._key_pts, target) - 1
                 # Seek only to a key frame after the last frame; otherwise it is faster to continue decoding.
                 if key_frame > 0 and (last_pts is None or self._key_pts[key_frame] > last_pts):
@@ -206,10 +206,10 @@ class PlainVideo:
                         continue
                     last_pts = frame.pts
                     if last_pts == target and not frame.is_corrupt:
-                        decoded[number] = frame
+                        intact_frames[index] = frame
                     if last_pts >= target:
                         break
-        return decoded
+        return intact_frames
 
     @contextmanager
     def _open(self) -> "Iterator[tuple[InputContainer, VideoStream]]":
@@ -218,10 +218,10 @@ class PlainVideo:
         content = io.BytesIO(self._content)
         with av.open(content, mode="r", options=_OPTIONS, metadata_errors="ignore") as container:
             if not container.streams.video:
-                raise ValueError("it has no video stream")
+                raise ValueError("the file has no video stream")
             stream = container.streams.video[0]
             if stream.codec_context is None:
-                raise ValueError("there is no decoder for its codec")
+                raise ValueError("there is no decoder for the video's codec")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {MAX_PIXELS:,} pixels")
             # The decoder also checks the limit, because packets may declare a larger resolution than the header.
@@ -231,7 +231,7 @@ class PlainVideo:
 
 
 class ChunkDecoder:
-    """Decoder of chunks, from packets or through the container. Thread-safe: each thread has its own contexts."""
+    """Decoder of chunks, from packets or through the container. Thread-safe: each thread has its own decoder state."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -243,7 +243,7 @@ class ChunkDecoder:
         return frames
 
     def decode_each(self, content: ChunkBytes, handle_frame: "Callable[[int, av.VideoFrame], None]") -> None:
-        """Call `handle_frame` with the presentation index and each frame of `content`, as soon as it is decoded.
+        """Call `handle_frame` with each frame of `content` and its presentation index, as soon as it is decoded.
 
         Raises:
             SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
@@ -253,26 +253,26 @@ class ChunkDecoder:
         missing = set(content.frames)
         upright = self._shape_filter(content.timeline) if content.timeline else None
 
-        def handle_requested(number: int, frame: av.VideoFrame) -> None:
-            if number in missing:
-                handle_frame(number, frame if upright is None else upright.apply(frame))
-                missing.discard(number)
+        def handle_requested(index: int, frame: av.VideoFrame) -> None:
+            if index in missing:
+                handle_frame(index, frame if upright is None else upright.apply(frame))
+                missing.discard(index)
 
         try:
             if content.packets is None:
-                for number, frame in PlainVideo(content.file).decode(content.frames).items():
-                    handle_requested(number, frame)
+                for index, frame in PlainVideo(content.file).decode(content.frames).items():
+                    handle_requested(index, frame)
             else:
                 if not hasattr(self._local, "decoder"):
                     self._local.decoder = PacketDecoder()
                 decoder: PacketDecoder = self._local.decoder
-                for number, frame in decoder.decode(
+                for index, frame in decoder.decode(
                     codec=content.codec,
                     extradata=content.extradata,
                     packets=content.packets,
                     is_strict=content.is_strict,
                 ):
-                    handle_requested(number, frame)
+                    handle_requested(index, frame)
         except (av.FFmpegError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise SampleFailed(content.key, reason="undecodable", detail=detail) from error

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in milliseconds, so there may be a gap or an overlap of this length between two chunks.
+# Starts of chunks are stored in milliseconds, so two chunks may be separated by, or overlap by, up to this length.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20
@@ -98,9 +98,9 @@ class ChunkTimes:
         # Use a single fraction, because a sum takes twice as long, and every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
-    def nominal_frame(self, number: int) -> int:
-        """Return the frame that is shown as frame `number` at the nominal frame rate."""
-        return number
+    def nominal_frame(self, index: int) -> int:
+        """Return the frame that is shown as frame `index` at the nominal frame rate."""
+        return index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class SourceTimes(ChunkTimes):
         """Return the time in the video at which a frame begins, exact, microseconds."""
         return self.source.begin_us(frame)
 
-    def nominal_frame(self, number: int) -> int:
-        """Return the frame on screen at the middle of frame `number` at the nominal rate."""
-        moment = (super().frame_begin_us(number) + super().frame_begin_us(number + 1)) / 2
+    def nominal_frame(self, index: int) -> int:
+        """Return the frame on screen in the middle of frame `index` at the nominal frame rate."""
+        moment = (super().frame_begin_us(index) + super().frame_begin_us(index + 1)) / 2
         return self.source.frame_at(*moment.as_integer_ratio())
 
 
@@ -185,12 +185,12 @@ def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
     if num_views == 1:
         return (MIDDLE,)
     if rule == "stride":
-        return tuple(Fraction(number, num_views - 1) for number in range(num_views))
-    return tuple(Fraction(2 * number + 1, 2 * num_views) for number in range(num_views))
+        return tuple(Fraction(index, num_views - 1) for index in range(num_views))
+    return tuple(Fraction(2 * index + 1, 2 * num_views) for index in range(num_views))
 
 
 def to_us(seconds: float) -> int:
-    """Round seconds to the nearest microsecond; raise ValueError if they are not finite."""
+    """Round seconds to the nearest microsecond; raise ValueError if `seconds` is not finite."""
     if not np.isfinite(seconds):
         raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
@@ -228,7 +228,9 @@ def moments_of(
     if end_us <= begin_us or count < 1:
         raise ValueError(f"cannot sample {count} moments from [{begin_us}, {end_us}) us")
     if sampling.rule == "lavila":
-        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, view_offset=view_offset)
+        return _lavila_moments(
+            begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, view_offset=view_offset
+        )
     if sampling.rule == "stride":
         if rng is None:
             offset, steps = view_offset.as_integer_ratio()
@@ -238,18 +240,18 @@ def moments_of(
         span = (end_us - begin_us) * fps_num * steps
         step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
         first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * offset
-        return Moments(tuple(first + number * step for number in range(count)), count * fps_num * steps)
+        return Moments(tuple(first + index * step for index in range(count)), count * fps_num * steps)
     if rng is None:
         offsets, steps = [view_offset.numerator] * count, view_offset.denominator
     else:
         offsets, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
     scale, span_us = count * steps, end_us - begin_us
     return Moments(
-        tuple(begin_us * scale + (number * steps + offset) * span_us for number, offset in enumerate(offsets)), scale
+        tuple(begin_us * scale + (index * steps + offset) * span_us for index, offset in enumerate(offsets)), scale
     )
 
 
-def _lavila(
+def _lavila_moments(
     begin_us: int,
     end_us: int,
     count: int,
@@ -262,7 +264,7 @@ def _lavila(
     frame_us_num = fps_den * US_PER_S  # over fps_num
     first = begin_us * fps_num // frame_us_num
     last_end = max(first + 1, -(-end_us * fps_num // frame_us_num))
-    boundaries = [first + round(Fraction((last_end - first - 1) * number, count)) for number in range(count + 1)]
+    boundaries = [first + round(Fraction((last_end - first - 1) * index, count)) for index in range(count + 1)]
     frames = [
         low + math.floor((high - low) * view_offset) if rng is None else int(rng.integers(low, high + 1))
         for low, high in pairwise(boundaries)
@@ -286,12 +288,12 @@ def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameI
 
 
 def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FrameIndex:
-    for number in reversed(range(len(chunks))):
-        chunk = chunks[number]
+    for index in reversed(range(len(chunks))):
+        chunk = chunks[index]
         if numerator < chunk.start_ms * 1000 * denominator:
             continue
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
-            return FrameIndex(number, chunk.frame_at(numerator, denominator))
+            return FrameIndex(index, chunk.frame_at(numerator, denominator))
         break
     raise ValueError(f"no chunk contains the moment {numerator / denominator / US_PER_S:.3f} s")
 
@@ -331,6 +333,6 @@ def spread_frames(
     size, length = latents_BFCHW.shape[:2]
     if offset_BK is None:
         offset_BK = np.full((size, num_frames), 0.5)
-    chosen_BK = ((np.arange(num_frames) + offset_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
+    frames_BK = ((np.arange(num_frames) + offset_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
     segments_B1 = torch.arange(size, device=latents_BFCHW.device)[:, None]
-    return latents_BFCHW[segments_B1, send(chosen_BK, latents_BFCHW.device)]
+    return latents_BFCHW[segments_B1, send(frames_BK, latents_BFCHW.device)]

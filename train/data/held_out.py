@@ -1,8 +1,8 @@
-"""Cautions about the metrics of few clips, or of clips that look like training clips."""
+"""Cautions about metrics that are based on few clips, or on clips that look like training clips."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,14 +50,16 @@ class HeldOut:
     were_trained_on: bool = False
 
     def cautions(self, value: float | None = None, *, items: tuple[int, str] | None = None) -> list[str]:
-        """Return cautions about the metrics. The list is empty for many clips that do not look like training clips.
+        """Return cautions about the metrics. The list is empty if there are enough clips, unlike training clips.
 
         Args:
-            value: Value of a metric in [0, 1], whose 95 % interval the caution states; None for no interval.
-            items: Number and noun of the items over which metrics are averaged; None for the clips.
+            value: Value of a metric in [0, 1]. The caution states its 95 % interval; None for no interval.
+            items: Number and noun of the items over which the metrics are averaged; None for the clips.
         """
         num, noun = items or (self.num_clips, "clip")
-        cautions = ["the model was trained on these clips: the data have no splits"] if self.were_trained_on else []
+        cautions = (
+            ["the model was trained on these clips, because the data have no splits"] if self.were_trained_on else []
+        )
         if num < MIN_ITEMS:
             low, high = interval(0.0 if value is None else value, num)
             suffix = f", so that {percent(value)} has a 95 % interval from {percent(low)} to {percent(high)}"
@@ -69,7 +71,7 @@ class HeldOut:
         return cautions
 
 
-def interval(share: float, count: int) -> tuple[float, float]:
+def interval(proportion: float, count: int) -> tuple[float, float]:
     """Return the 95 % interval of a proportion of `count` items (Wilson 1927).
 
     For a mean of values in [0, 1], the interval is conservative.
@@ -77,9 +79,9 @@ def interval(share: float, count: int) -> tuple[float, float]:
     if not count:
         return 0.0, 1.0
     spread = _Z**2 / count
-    centre = (share + spread / 2) / (1 + spread)
-    half = _Z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    centre = (proportion + spread / 2) / (1 + spread)
+    half_width = _Z * math.sqrt(proportion * (1 - proportion) / count + spread / (4 * count)) / (1 + spread)
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
 def held_out_facts(
@@ -88,7 +90,7 @@ def held_out_facts(
     """Return the counts of the evaluated clips; None if the number of clips is unknown.
 
     Args:
-        samples: Samples that were evaluated. They are passed after the evaluation, which counts the clips of a stream.
+        samples: Samples that were evaluated. The number of clips of a stream is known only after the evaluation.
         settings: Settings whose data are evaluated, and whose `split` is the training split.
         split: Split that was evaluated.
         data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched for only in
@@ -104,11 +106,11 @@ def held_out_facts(
     if split == settings.split or not was_trained_on:
         return facts
     assert samples.num_samples is not None  # it is None only for streams
-    alike = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
-    if alike is None:
+    look_alikes = look_alikes_of(settings.folder, cache=settings.cache, split=split, trained_split=settings.split)
+    if look_alikes is None:
         return facts
-    keys = {samples.key(number) for number in range(samples.num_samples)} if alike else set()
-    return HeldOut(num_clips=num_clips, num_chunks=len(keys), num_alike=len(keys & alike), trained_split=settings.split)
+    keys = {samples.key(sample) for sample in range(samples.num_samples)} if look_alikes else set()
+    return replace(facts, num_chunks=len(keys), num_alike=len(keys & look_alikes))
 
 
 def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_split: str) -> set[str] | None:

@@ -52,11 +52,11 @@ _MAX_OFFSET_US = 10**12  # largest absolute offset of a frame, microseconds
 
 @dataclass(frozen=True, kw_only=True)
 class ClipFinisher:
-    """Function that turns a loaded batch of clips into the batch that the caller gets. It runs in the caller's thread.
+    """Callable that turns a loaded batch of clips into the caller's batch. It runs in the caller's thread.
 
     Attributes:
         samples: Clips, images, a stream, or a mixture of data folders.
-        settings: Settings, including normalisation and augmentation. Clips stay uint8 if there is no pixel mean.
+        settings: Settings, including normalisation and augmentation. Without a pixel mean, clips stay uint8.
         rgb: True if the loader returns RGB frames.
         views: Temporal and spatial views of each clip in an evaluation.
         is_training: True to augment the clips.
@@ -87,7 +87,7 @@ class ClipFinisher:
             batch["time_s"] = times_s if self.device is None else torch.from_numpy(times_s)
         if self.rgb or mean is not None:
             del batch["colour"]
-        if self.samples.num_samples is not None:  # a stream has no index of clips
+        if self.samples.num_samples is not None:  # a stream cannot look up its clips by ID
             batch |= span_entries(batch["clip_id"], self.samples, device=self.device)
             if self.all_captions:
                 batch["captions"] = captions_of_clips(self.samples, np.asarray(batch["clip_id"]))
@@ -117,7 +117,7 @@ class ClipFinisher:
 
 
 def captions_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]:
-    """Return all captions of each clip, ordered by source. `samples` are captioned clips or a mixture of such clips."""
+    """Return all captions of each clip, ordered by source. `samples` must be captioned clips or a mixture of them."""
     if samples.folders is None:
         return [samples.captions.texts_of(clip) for clip in clips.tolist()]
     texts: list[list[str]] = [[] for _ in clips]
@@ -128,7 +128,7 @@ def captions_of_clips(samples: Any, clips: NDArray[np.int64]) -> list[list[str]]
 
 
 def span_entries(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
-    """Return the entries `begin_s` and `end_s` of a batch and, for a mixture, `folder`."""
+    """Return the entries `begin_s` and `end_s` of a batch and, for a mixture, the entry `folder`."""
     convert = np.asarray if device is None else torch.from_numpy
     clips = np.asarray(clip_id)
     begin_us, end_us = samples.span_us(clips)
@@ -139,7 +139,7 @@ def span_entries(clip_id: Any, samples: Any, *, device: Any) -> dict[str, Any]:
 
 
 def loading_settings(settings: ClipSettings, world: World, *, device: str | torch.device | None) -> LoaderSettings:
-    """Return loader settings for batches that the caller may keep: later batches do not overwrite them."""
+    """Return loader settings for batches that the caller may keep, because later batches do not overwrite them."""
     is_pinned = device is not None and torch.device(device).type == "cuda"
     return replace(
         loader_settings(settings, world, device=torch.device(device or "cpu")),
@@ -187,39 +187,41 @@ def open_clips(
 
     Args:
         data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
-            DIR/{000..999}.tar. A list of data folders and image tars is a mixture; its batches have `folder`, the
-            index in the list of each clip's folder or tars.
-        mix: Sampling weights of the folders of a mixture. Default: proportional to their numbers of samples. Every
-            folder has its own epochs; an epoch of `Batches` has as many samples as all folders together.
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain `folder`: for
+            each clip, the index of its data folder or image tars in the list.
+        mix: Sampling weights of the folders of a mixture. Default: weights proportional to the folders' numbers of
+            samples. Every folder has its own epochs; an epoch of `Batches` has as many samples as all folders combined.
         split: Split of the manifest. Tars have no splits, so all their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the column variant to read (see `prep status`), or a list of names for several columns.
-            Default: the current variants. `prep gc` does not delete a variant while the batches that read it exist.
-        views: Names of cameras, such as ("top", "wrist"). A clip then shows the moment of a group of captions from
-            every camera, at the same offsets from the starts of the spans. `video` is [B, V, ...], `time_s` [B, V, T].
+            Default: the current variants. `prep gc` does not delete a variant as long as batches that read it exist.
+        views: Names of cameras, such as ("top", "wrist"). A clip then shows a group of captions: one span from each
+            camera, with frames at the same offsets from the starts of the spans. `video` is [B, V, ...], and `time_s`
+            is [B, V, T].
         batch: Batch size of this process.
-        num_frames, size_px, sampling, stride, crop, min_crop_area: See the same flags of `train dual-encoder`.
+        num_frames, size_px, sampling, stride, crop, min_crop_area: See the `train dual-encoder` flags of the same
+            names.
         rgb: True for RGB frames; False for YUV 4:2:0 frames, which take half the memory.
-        pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If they are given,
-            `video` is normalised on the device: float32 [B, 3, T, S, S], as the commands' models expect it.
+        pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If both are given,
+            `video` is normalised on the device: float32 [B, 3, T, S, S], the input of the commands' models.
         augment: Augmentation settings by name, such as {"flip": 0.5}. See the flags --augment.*. Augmentation needs
             `pixel_mean`, `pixel_std` and shuffle=True.
-        captions: "text" to get `caption`; "embedding" to get `text`, the embedding that `prep text` stored, instead;
-            "all" to get `caption` and `captions`, the list of all captions of each clip.
-        sources: Sampling weights of caption sources, by name or pattern; captions of other sources are omitted. See
+        captions: "text" to get `caption`; "embedding" to get `text`, which is the embedding stored by `prep text`;
+            "all" to get `caption` and also `captions`, the list of all captions of each clip.
+        sources: Sampling weights of caption sources, by name or pattern; captions from other sources are omitted. See
             --captions.sources.
         min_relevancy: Relevancy above which captions of other clips are also shown. See --captions.min-relevancy.
-        label: Name of a label column of the captions, without the prefix `label_`. Batches then have `label` instead of
-            `caption`.
+        label: Name of a label column of the captions, without the prefix `label_`. Batches then contain `label` instead
+            of `caption`.
         shuffle: True for random order, moments, crops and captions, as in training; False for every clip once, in
             order, with centred moments and crops, as in evaluation.
         clips, crops: Numbers of temporal and spatial views of each clip. More than one view needs shuffle=False;
-            `video` then has a view dimension after the batch dimension, with all crops of the first moments first.
+            `video` then has a view dimension after the batch dimension, ordered by temporal view and then by crop.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
         rank, world: Index of this process and number of processes; each process gets its share of the samples. Default:
-            the values from torch.distributed; without a process group, the values from torchrun's environment; without
-            torchrun, a single process.
+            the values from torch.distributed; without a process group, the values that torchrun has set in the
+            environment; without torchrun, a single process.
         device: Device of frames, labels and embeddings; None for NumPy arrays.
         max_failures: Maximum number of clips that may fail to load; one more failure raises FailedWork.
         cache: Folder for copies of remote data. Default: the user's cache folder.
@@ -348,20 +350,21 @@ def read_clips(
 ) -> Batches:
     """Open frames at given times: for each row of a table, the frames on screen at offsets from the row's time.
 
-    Batches have `video`, `time_s` (float64 [B, T], when each frame appeared on screen), `is_padded` (bool [B, T]),
-    and `row` (int64 [B], index in the table). If an offset points outside the video, the first or last frame is shown
-    and marked in `is_padded`. A row fails if its time is outside the video or in a missing chunk.
+    Batches contain `video`, `time_s` (float64 [B, T], time at which each frame appeared on screen, in seconds),
+    `is_padded` (bool [B, T]), and `row` (int64 [B], index in the table). If an offset points outside the video, the
+    first or last frame is shown and marked in `is_padded`. A row fails if its time is outside the video or in a missing
+    chunk.
 
     Args:
         data: Path or URL of a data folder that prep made.
-        table: Arrow table or mapping of columns: `video_id`, or `key` of any chunk of the video; `time_s`, seconds from
-            the start of the video; and optionally `begin_s` and `end_s`, the span to which frames are limited, such as
-            an episode. A frame that appears up to 0.1 ms after a time counts as on screen at that time.
-        offsets_s: Offsets of the T frames, seconds, in the order of `video`.
-        views: Names of cameras, such as ("top", "wrist"). The table then has columns for each camera, such as
+        table: Arrow table or mapping of columns: `video_id`, or the `key` of any chunk of the video; `time_s`, in
+            seconds from the start of the video; and optionally `begin_s` and `end_s`, which limit the frames to a span
+            such as an episode. A frame that appears up to 0.1 ms after a time counts as on screen at that time.
+        offsets_s: Offsets of the T frames in seconds, in the order of the frames in `video`.
+        views: Names of cameras, such as ("top", "wrist"). The table then needs columns for each camera, such as
             `video_id.top` and `time_s.top`; a column without a camera's name applies to all cameras. `video` is
             [B, V, T, ...].
-        size_px: Side length of a square crop; or height and width, to which complete frames are resized.
+        size_px: Side length of a square crop; or (height, width) to resize complete frames to.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
         variant, batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.
@@ -471,7 +474,7 @@ def open_latents(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open the segments of a split: VAE latents that `prep latents` made, each segment with a caption or a class.
+    """Open the segments of a split: VAE latents made by `prep latents`. Each segment has a caption or a class.
 
     Args:
         data: Path or URL of a data folder that prep made; or a list of folders, which is a mixture. All folders must
@@ -481,7 +484,7 @@ def open_latents(
         max_segments: Maximum number of segments per video, evenly spaced; None for all.
         tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros to
             a full segment.
-        captions: "text" to get `caption`; "embedding" to get `text`, the embedding that `prep text` stored, instead;
+        captions: "text" to get `caption`; "embedding" to get `text`, which is the embedding stored by `prep text`;
             None for segments without captions.
         mix, split, where, variant, batch, label, shuffle, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.

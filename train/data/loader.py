@@ -1,12 +1,12 @@
 """`Loader`: batches of samples for one rank, in a reproducible order, with reported failures and exact resumption.
 
-The loader knows samples only by their indices. They are rows of a `SampleTable` (clipmill.train.data.samples), and a
-reader turns rows into samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from
-mapped files, and a stream is read sequentially.
+The loader knows samples only by their indices, which refer to rows of a `SampleTable` (clipmill.train.data.samples). A
+reader loads the samples: threads decode clips and images (clipmill.train.data.workers), latents are copied from mapped
+files, and a stream is read sequentially.
 
-Training follows the endless order of clipmill.train.data.order, and the loader's state is a cursor in this order. If a
-sample fails, the failure is reported with the batch, and the next sample in order takes its place, so the same failures
-always result in the same batches (clipmill.train.data.outcomes).
+Training follows the endless order of clipmill.train.data.order, and the loader's state is a cursor in this order. A
+failed sample is reported with the batch, and the next sample in order replaces it, so the same failures always result
+in the same batches (clipmill.train.data.outcomes).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -123,7 +123,7 @@ class Reader(Protocol):
     """Reader that turns rows into samples."""
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Any]:
-        """Return the samples or failures of the blocks, in order; None for an empty position. It loads ahead."""
+        """Return the samples or failures of the blocks, in order and loaded ahead; None for empty positions."""
 
     def collate(self, loading: LoaderSettings) -> Callable[[Sequence[Any]], Batch]:
         """Return a function that collates samples into batches. Each iteration uses a new function."""
@@ -142,7 +142,7 @@ class TrainingSet(Protocol):
 
     @property
     def visits_per_epoch(self) -> float | None:
-        """Number of samples in an epoch of training; None if unknown."""
+        """Number of samples in a training epoch; None if unknown."""
 
     def describe(self) -> str:
         """Return a line for the log: contents of the set, and omitted samples with reasons."""
@@ -150,8 +150,8 @@ class TrainingSet(Protocol):
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Yield endless batches in training order; raise TooManyFailures after more than `max_failures` failures."""
 
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """Yield batches of this rank's share of samples 0, `every`, 2 * `every`, ...; the last batch may be smaller."""
+    def evaluation_batches(self, *, stride: int = 1) -> Iterator[LoadedBatch]:
+        """Yield batches of this rank's share of samples 0, stride, 2 * stride, ...; the last batch may be smaller."""
 
     def load_state_dict(self, *states: LoaderState) -> None:
         """Resume `batches` from the states of all ranks; raise UserError if they belong to a different set."""
@@ -171,12 +171,12 @@ class Loader:
         rows: Set of samples.
         reader: Reader of the samples.
         loading: Settings for loading and batching.
-        order: Training order. Default: an order that is shuffled with the seed, or the order of arrival if the number
-            of samples is unknown.
+        order: Training order. Default: an order shuffled with the seed, or the order of arrival if the number of
+            samples is unknown.
 
     Attributes:
         reader, loading: See the arguments of the same names.
-        cursor: Positions of the order that have been used.
+        cursor: Positions in the order that have been used.
     """
 
     def __init__(self, rows: Rows, reader: Reader, loading: LoaderSettings, *, order: Order | None = None) -> None:
@@ -187,7 +187,7 @@ class Loader:
         self._order = order
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Yield endless batches in training order, starting at `position`, or at the cursor if it is None.
+        """Yield endless batches in training order, starting at `position`; None to start at the cursor.
 
         Raises:
             TooManyFailures: More than `max_failures` samples failed.
@@ -200,19 +200,19 @@ class Loader:
             self.cursor = begin.advance(builder.num_batches * batch, builder.num_taken, share)
             yield builder.take(self.cursor)
 
-    def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
-        """Yield batches of this rank's share of every `every`-th sample, in order.
+    def evaluation_batches(self, *, stride: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
+        """Yield batches of this rank's share of every `stride`-th sample, in order.
 
         The last batch may be smaller, or empty if all samples since the previous batch have failed.
 
         Args:
-            every: Step between samples.
+            stride: Step between samples.
             begin: First position: 0, or the position of the cursor after a batch.
         """
         builder, num_samples = self._builder(None), self._rows.num_samples
-        first, step = begin + self.loading.rank * every, self.loading.num_ranks * every
-        numbers = count(first, step) if num_samples is None else range(first, num_samples, step)
-        outcomes = self.outcomes(numbers)
+        first, step = begin + self.loading.rank * stride, self.loading.num_ranks * stride
+        indices = count(first, step) if num_samples is None else range(first, num_samples, step)
+        outcomes = self.outcomes(indices)
         while builder.fill(outcomes):
             yield builder.take(Cursor(begin + builder.num_taken * step))
         if not builder.is_empty:
@@ -233,14 +233,14 @@ class Loader:
         A single state is enough if no sample had failed or if there was only one rank.
 
         Raises:
-            UserError: The states belong to a different set of samples or seed, or were saved after different steps.
+            UserError: The states belong to different samples or a different seed, or were saved after different steps.
         """
         order, _, content = self._rows.fingerprint.partition(SEPARATOR)
         for state in states:
             old_order, _, old_content = state["samples"].partition(SEPARATOR)
             if old_order == order and old_content != content:
                 raise UserError(
-                    "texts or sources of captions have changed since the state was saved; the data are now: "
+                    "caption texts or sources have changed since the state was saved; the data are now: "
                     f"{self._rows.describe()}",
                     hint=f"resume with the original captions, or {NEW_RUN}",
                 )
@@ -257,7 +257,8 @@ class Loader:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
         except ValueError as error:
             raise UserError(
-                f"the loader's states were saved after different steps: {error}", hint="pass the states of one step"
+                f"the loader's states were saved after different steps: {error}",
+                hint="pass states that were saved after the same step",
             ) from error
 
     def _builder(self, max_failures: int | None) -> BatchBuilder:
@@ -277,9 +278,9 @@ def _evaluation_blocks(samples: Iterable[int]) -> Iterator[Block]:
     if isinstance(samples, range):
         for begin in range(0, len(samples), _BLOCK):
             block = samples[begin : begin + _BLOCK]
-            numbers = np.arange(block.start, block.stop, block.step)
-            yield Block(numbers, numbers, None)
+            indices = np.arange(block.start, block.stop, block.step)
+            yield Block(indices, indices, None)
         return
     for sample in samples:  # one sample per block, because the iterable may be endless
-        number = np.array([sample])
-        yield Block(number, number, None)
+        index = np.array([sample])
+        yield Block(index, index, None)

@@ -1,4 +1,4 @@
-"""Cache for results that all ranks of a machine share: one rank computes a result and writes a file, all ranks map it.
+"""Cache for results that all ranks of a machine share: one rank computes a result, and all ranks map its file.
 
 Opening millions of samples requires sorting and searching arrays with millions of rows. If every rank did this, the
 machine would need several times as much time and memory. Therefore the first rank computes the result under a lock, and
@@ -7,8 +7,8 @@ the file. Its name contains a hash of everything that affects the result: commit
 format version. The file is an Arrow file with a checksum, and is rebuilt if it is damaged.
 
 Small results are computed by every rank, without a file. If the folder is not writable, every rank also computes large
-results, with a warning on standard error. The folder size is limited to `_MAX_BYTES`; the least recently used files
-are removed first.
+results, and prints a warning on standard error. The folder size is limited to `_MAX_BYTES`; the least recently used
+files are removed first.
 """
 
 import ctypes
@@ -45,13 +45,13 @@ _STRUCTURE = b"clipmill_structure"
 _CHECKSUM_BYTES = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _T = TypeVar("_T")
-_chosen: Path | None = None
+_chosen_folder: Path | None = None
 
 
 def choose_folder(folder: Path | None) -> None:
-    """Set the cache folder of this process (`--cache`); None keeps the current folder, initially the user's cache."""
-    global _chosen
-    _chosen = folder or _chosen
+    """Set the cache folder of this process (`--cache`). None changes nothing; the default is the user's cache."""
+    global _chosen_folder
+    _chosen_folder = folder or _chosen_folder
 
 
 def open_shared(
@@ -62,7 +62,7 @@ def open_shared(
     types: Sequence[type],
     prefix: str = "set",
 ) -> _T:
-    """Return the result of `compute`. If it has many rows, it comes from the cache, with read-only mapped arrays.
+    """Return the result of `compute`. A result with many rows comes from the cache, as read-only mapped arrays.
 
     Args:
         compute: Function whose result consists of frozen dataclasses, tuples, lists, dicts with string keys, numbers,
@@ -75,37 +75,37 @@ def open_shared(
     if num_rows < MIN_ROWS:
         return compute()
     key = hashlib.sha256(repr([_FORMAT, *depends_on]).encode()).hexdigest()[:32]
-    by_name = {kind.__name__: kind for kind in types}
+    types_by_name = {kind.__name__: kind for kind in types}
     with ExitStack() as locks:
         try:
             path = _folder() / f"{prefix}-{key}"
             locks.enter_context(hold_lock(path.with_name(f".{key}.lock")))
-            opened = _open(path, by_name)
+            mapped_result = _open(path, types_by_name)
         except OSError as error:
             _warn(error)
             return compute()
-        if opened is not None:
-            return opened  # type: ignore[no-any-return]
-        computed = compute()
+        if mapped_result is not None:
+            return mapped_result  # type: ignore[no-any-return]
+        result = compute()
         try:
             with publish_atomically(path) as temporary:
-                _write(computed, temporary)
+                _write(result, temporary)
             _mark_of(path).write_text(_state(path))  # no check is needed: the checksum was computed from these bytes
             # Remove the least recently used files. A process that maps a removed file can still use it.
             files = files_in(path.parent)
-            results = {file: state for file, state in files.items() if file != path and not file.name.startswith(".")}
-            evict(results, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
-            opened = _open(path, by_name)
+            removable = {file: state for file, state in files.items() if file != path and not file.name.startswith(".")}
+            evict(removable, excess_bytes=sum(state.st_size for state in files.values()) - _MAX_BYTES, are_locked=False)
+            mapped_result = _open(path, types_by_name)
         except OSError as error:
             _warn(error)
-        if opened is None:
-            return computed
-        del computed
+        if mapped_result is None:
+            return result
+        del result
         # Return the memory of the computation to the system, because Arrow and the C library would keep it.
         pa.default_memory_pool().release_unused()
         with suppress(AttributeError, OSError):  # only glibc has this function
             ctypes.CDLL(None).malloc_trim(0)
-        return opened  # type: ignore[no-any-return]
+        return mapped_result  # type: ignore[no-any-return]
 
 
 def _warn(error: OSError) -> None:
@@ -135,7 +135,7 @@ def index_type(count: int) -> type[np.int32 | np.int64]:
 
 
 class Rows:
-    """Array from `scratch` to which up to `limit` values can be appended."""
+    """Array that grows up to `limit` values, in memory from `scratch`."""
 
     def __init__(self, limit: int, kind: Any) -> None:
         self._array, self._count = scratch(limit, kind), 0
@@ -155,7 +155,7 @@ class Rows:
 
 
 def _folder() -> Path:
-    cache_folder = _chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
+    cache_folder = _chosen_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
     folder = cache_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -164,7 +164,8 @@ def _folder() -> Path:
 def _write(value: object, path: Path) -> None:
     """Write an Arrow file with one row, followed by the checksum of its bytes.
 
-    Each array is a list column that is named after its path in the result. All other values are JSON in the metadata.
+    Each array is stored in a list column named after the array's path in the result. All other values are stored as
+    JSON in the metadata.
     """
     columns: dict[str, pa.Array] = {}
     structure = json.dumps(_encode(value, "", columns)).encode()
@@ -215,9 +216,9 @@ def _open(path: Path, types: dict[str, type]) -> Any:
             content = mapped.read_buffer()
         end = max(content.size - _CHECKSUM_BYTES, 0)
         # Verify the checksum only once after each boot of the machine and after each change of the file.
-        mark, every_byte = _mark_of(path), memoryview(content)
+        mark, file_bytes = _mark_of(path), memoryview(content)
         is_verified = mark.exists() and mark.read_text() == _state(path)
-        if not is_verified and zlib.crc32(every_byte[:end]) != int.from_bytes(every_byte[end:], "little"):
+        if not is_verified and zlib.crc32(file_bytes[:end]) != int.from_bytes(file_bytes[end:], "little"):
             raise ValueError(f"{path} does not match its checksum")
         with suppress(OSError):
             os.utime(path)  # the least recently used files are removed first
@@ -238,7 +239,7 @@ def _mark_of(path: Path) -> Path:
 
 
 def _state(path: Path) -> str:
-    """Return a text that changes with the content of a file or a reboot: boot ID, inode, size, modification time."""
+    """Return a string that changes with the file and at a reboot: boot ID, inode, size, modification time."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

@@ -51,11 +51,11 @@ class SampleOrder:
         num_full = self.num_samples // self.group
         is_full = groups < num_full
         if is_full.any():
-            # Compute all epochs together: in a small data set, the positions of a block belong to many epochs.
-            distinct, number = np.unique(epochs[is_full], return_inverse=True)
-            keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct], axis=1)
+            # Compute all epochs together: in a small data set, the positions of a block span many epochs.
+            distinct_epochs, index = np.unique(epochs[is_full], return_inverse=True)
+            keys = np.stack([_round_keys(self.seed, int(epoch)) for epoch in distinct_epochs], axis=1)
             groups[is_full] = _permute_with_keys(
-                groups[is_full], num_full, keys[:, number] if len(distinct) > 1 else keys
+                groups[is_full], num_full, keys[:, index] if len(distinct_epochs) > 1 else keys
             )
         samples = groups * self.group + members
         samples[samples >= self.num_samples] = -1
@@ -79,9 +79,9 @@ class Share:
     num_ranks: int = 1
     group: int = 1
 
-    def at(self, numbers: Positions) -> Positions:
-        """Return positions of the share by their numbers in the share, which count from 0."""
-        return (numbers // self.group * self.num_ranks + self.rank) * self.group + numbers % self.group
+    def at(self, indices: Positions) -> Positions:
+        """Return the positions at these indices of the share. Index 0 is the first position of the share."""
+        return (indices // self.group * self.num_ranks + self.rank) * self.group + indices % self.group
 
     def count_before(self, positions: int | Positions) -> Positions:
         """Return the number of positions of the share that precede each of `positions`."""
@@ -108,13 +108,13 @@ def _permute_with_keys(positions: Positions, num_samples: int, keys: NDArray[np.
 
 
 def _feistel(values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Permute [0, 2**num_bits): each round XORs one half with a hash of the other, which is invertible."""
+    """Permute [0, 2**num_bits). A round is invertible: it XORs one half of the bits with a hash of the other half."""
     right_bits = np.uint64(num_bits // 2)
     left_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
     right_mask = np.uint64((1 << (num_bits // 2)) - 1)
     left, right = values >> right_bits, values & right_mask
-    for number, key in enumerate(keys):
-        if number % 2:
+    for round_index, key in enumerate(keys):
+        if round_index % 2:
             right = right ^ (splitmix64(left ^ key) & right_mask)
         else:
             left = left ^ (splitmix64(right ^ key) & left_mask)
@@ -131,11 +131,11 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 #
 # As long as no sample fails and the batches of ranks consist of complete groups, the cursor is a single number: all
 # positions before it have been used. If a sample of a rank fails, the rank uses the next position of its share instead,
-# and is then ahead of the other ranks. The cursor records these positions, so that a resumed run does not use them
-# again.
+# and is then ahead of the other ranks. The cursor also records the positions that such a rank has used ahead of the
+# others, so that a resumed run does not use them again.
 
 
-SEPARATOR = "-"  # separator of the two parts of a fingerprint
+SEPARATOR = "-"  # separator between the two parts of a fingerprint
 
 
 class LoaderState(TypedDict):
@@ -158,11 +158,11 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, share: Share) -> Positions:
-        """Return `count` unused positions of a rank's share, in order, after skipping the first `begin` of them."""
-        first, taken = int(share.count_before(self.position)), self._numbers_ahead(share)
-        numbers = begin + np.arange(count, dtype=np.int64)
-        num_unused = taken - first - np.arange(len(taken))  # number of unused positions before each taken position
-        return share.at(first + numbers + np.searchsorted(num_unused, numbers, side="right"))
+        """Return `count` unused positions of a rank's share, in order. Skip the first `begin` unused positions."""
+        first_index, used_indices = int(share.count_before(self.position)), self._indices_ahead(share)
+        offsets = begin + np.arange(count, dtype=np.int64)
+        num_unused = used_indices - first_index - np.arange(len(used_indices))  # unused positions before each used one
+        return share.at(first_index + offsets + np.searchsorted(num_unused, offsets, side="right"))
 
     def advance(self, num_common: int, num_used: int, share: Share) -> "Cursor":
         """Return the cursor of a rank after a number of batches.
@@ -175,7 +175,7 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
             return Cursor(self.position + num_common * share.num_ranks)
         position = self._first_unused(num_common, share)
         num_before = int(share.count_before(position) - share.count_before(self.position))
-        num_before -= int(np.searchsorted(share.at(self._numbers_ahead(share)), position))
+        num_before -= int(np.searchsorted(share.at(self._indices_ahead(share)), position))
         used_ahead = self.positions(num_before, num_used - num_before, share).tolist()
         later = {used for used in self.ahead if used > position}
         cursor = Cursor(position, tuple(sorted(later.union(used_ahead))))
@@ -190,8 +190,8 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
             next_positions[rank] = self.positions(num_common, 1, replace(share, rank=rank))[0]
         return int(next_positions.min())
 
-    def _numbers_ahead(self, share: Share) -> Positions:
-        """Return the positions in `ahead` that belong to the share, as ascending numbers in the share."""
+    def _indices_ahead(self, share: Share) -> Positions:
+        """Return the positions in `ahead` that belong to the share, as ascending indices of the share."""
         ahead = np.array(self.ahead, dtype=np.int64)
         return share.count_before(ahead[ahead // share.group % share.num_ranks == share.rank])
 
@@ -221,6 +221,6 @@ def set_fingerprint(order: str, content: str) -> str:
 
     Args:
         order: Hash of the samples and their order.
-        content: Hash of the texts of captions and of their choice.
+        content: Hash of the captions' texts and of the rule that chooses among them.
     """
     return f"{order}{SEPARATOR}{content}"

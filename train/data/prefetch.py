@@ -1,7 +1,7 @@
 """Prefetching: during a step, a thread collates the next batch and copies it to the device on a separate CUDA stream.
 
-Two batches exist at a time, the current and the next batch, so a loader that reuses buffers needs two of them. The
-second half of this module broadcasts batches to all stages of a pipeline: only the first stage loads and decodes.
+Two batches exist at a time, the current and the next one, so a loader that reuses buffers needs two buffers. The second
+half of this module broadcasts batches to all stages of a pipeline: only the first stage loads and decodes samples.
 """
 
 import threading
@@ -32,28 +32,28 @@ def prefetch(
     if device == torch.device("cuda"):
         # "cuda" without an index means the current GPU of the thread, which is GPU 0 in a new thread.
         device = torch.device("cuda", torch.cuda.current_device())
-    ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Use a queue of tokens, because an interrupt during the release of a semaphore would leave it locked.
-    free: SimpleQueue[None] = SimpleQueue()
+    results: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
+    # Use a queue of tokens, because an interrupt during the release of a semaphore would leave the semaphore locked.
+    tokens: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
-        free.put(None)
+        tokens.put(None)
     is_over = False
 
     def run() -> None:
         try:
             stream = torch.cuda.Stream(device) if device.type == "cuda" else None
             while True:
-                free.get()
+                tokens.get()
                 if is_over or (loaded := next(batches, None)) is None:
                     break
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     batch = to_device(loaded.batch, device, names=names)
                 if stream is not None:
                     stream.synchronize()  # the model's stream does not wait for the copy stream
-                ready.put(loaded._replace(batch=batch))
-            ready.put(None)
+                results.put(loaded._replace(batch=batch))
+            results.put(None)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            ready.put(error)
+            results.put(error)
         finally:
             if isinstance(batches, Generator):
                 batches.close()
@@ -61,14 +61,14 @@ def prefetch(
     thread = threading.Thread(target=run, name="prefetch", daemon=True)
     thread.start()
     try:
-        while (loaded := ready.get()) is not None:
+        while (loaded := results.get()) is not None:
             if isinstance(loaded, BaseException):
                 raise loaded
             yield _record_stream(loaded, device)
-            free.put(None)
+            tokens.put(None)
     finally:
         is_over = True
-        free.put(None)
+        tokens.put(None)
         thread.join(_JOIN_TIMEOUT_S)  # the timeout expires only if a read is stuck in a file system
 
 
@@ -104,8 +104,8 @@ def broadcast_batches(batches: Iterable[LoadedBatch], stages: World) -> Iterator
         loaded = next(iterator, None)
         return loaded if loaded is None or stages.size == 1 else _without_pictures(loaded)
 
-    while (shared := stages.first(next_batch)) is not None:
-        yield loaded or shared
+    while (received := stages.first(next_batch)) is not None:
+        yield loaded or received
 
 
 def _without_pictures(loaded: LoadedBatch) -> LoadedBatch:

@@ -1,6 +1,6 @@
-"""Data of a task: `DataQuery` describes the samples that the task needs, and the functions open them.
+"""Data of a task: `DataQuery` describes the samples that the task needs, and `open_samples` opens them.
 
-All kinds of data are opened here: data folders, latents, tars, and mixtures of several addresses.
+All kinds of data are opened here: data folders, latents, tars, and mixtures of the data at several addresses.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,13 +46,13 @@ class DataQuery:
     """Samples that a task needs from one data folder, or from tars.
 
     Attributes:
-        settings: Settings of the task, in which --shards is the address of this folder or these tars.
+        settings: Settings of the task, with the address of this folder or these tars as --shards.
         content: Content of the samples: "captions" or "labels" in addition to frames, or only "frames".
         split: Split of the videos; ignored for tars, which have no splits.
         loading: Settings of the loader: batches, threads and this rank's share.
         views: Temporal and spatial views of each clip in an evaluation.
         is_rgb: True for RGB frames; False for YUV 4:2:0 frames.
-        tokenize: Function that tokenizes captions; None for captions as text.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
         has_stored_text: True to replace captions with the embeddings that `prep text` stored.
         captions: Weights of caption sources, and the minimum relevancy.
         each_caption: True to make a clip for each caption, even if several captions have the same span.
@@ -85,7 +85,7 @@ class DataQuery:
         return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
 
     def open_folder(self, *, column: str) -> DataFolder:
-        """Open the data folder, with one column of a remote folder; raise UserError if it cannot be read."""
+        """Open the data folder, and one column if the folder is remote; raise UserError if it cannot be read."""
         settings = self.settings
         return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 
@@ -178,8 +178,8 @@ def open_mixed(open_source: Callable[[str], Opened], settings: DataSettings) -> 
         open_source: Function that opens the samples at one address.
 
     Raises:
-        UserError: An error of `open_source`, with a hint that contains the address if there are several; or the samples
-            cannot be mixed.
+        UserError: `open_source` failed (with several addresses, the hint names the address); or the samples cannot be
+            mixed.
     """
     if len(settings.folders) == 1:
         return open_source(settings.folder)
@@ -212,7 +212,7 @@ def read_classes_of(settings: DataSettings, *, label: str, splits: Collection[st
     """Return the classes of a label, collected from the data at all addresses in the settings.
 
     Args:
-        splits: Splits of data folders whose captions are searched; None for all splits.
+        splits: Splits whose captions are searched in data folders; None for all splits.
 
     Raises:
         UserError: The data at an address lack the label, or there are fewer than two classes.

@@ -1,11 +1,11 @@
-"""Relevancy of sentences for clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and draws by relevancy.
+"""Relevancy of sentences for clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and random draws by relevancy.
 
     relevancy = ((1 if the verb classes are equal, otherwise 0) + IoU of the sets of noun classes) / 2
 
 (Damen et al. 2022, after Wray et al. 2019). As float64, the matrix of EK-100's training split, 67,217 x 15,989, would
 take 8.6 GB. However, a row depends only on the classes of its clip, so most rows and columns occur many times, and
-there are only a few different values. Therefore only distinct rows and columns are stored, with one byte per entry that
-is an index of the list of values. Nothing is rounded.
+there are only a few different values. Therefore only distinct rows and columns are stored, and each entry is one byte:
+an index into the list of values. No value is rounded.
 
 Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for the clip is above
 a threshold (0.1 in the paper's evaluation code), with equal probability. A sentence is a distinct text, with the
@@ -46,7 +46,7 @@ class Relevancy:
 
     Attributes:
         values_V: Distinct values, ascending, float64.
-        codes_RC: Distinct rows and columns of the matrix, as indices of the values, uint8.
+        codes_RC: Distinct rows and columns of the matrix, as indices into the values, uint8.
         row_of_N, column_of_M: Row of each clip and column of each sentence in `codes_RC`, int32.
     """
 
@@ -71,11 +71,11 @@ class Relevancy:
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the relevancy of pairs of a clip and a sentence, float64, in the common shape of both arrays."""
+        """Return the relevancy of `sentences[i]` for `clips[i]`, float64, in the shape of both arrays."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """Return the matrix of only these clips and sentences, in this order."""
+        """Return the matrix for these clips and sentences, in this order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transpose(self) -> "Relevancy":
@@ -109,7 +109,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     sentences, column_of_M = sentences.distinct_rows()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # Each value is determined by a triple: 1 if the verbs are equal, the number of shared nouns, the size of the union.
+    # A triple determines each value: 1 if the verbs are equal or 0, the number of shared nouns, the size of the union.
     num_shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     iou = np.divide(num_shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
@@ -125,7 +125,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
         triple_RC[part] = (has_verb * size + num_shared) * size + union
         occurs[triple_RC[part]] = True
     values_V = np.unique(value_of_triple[occurs])
-    _require_few(values_V)
+    _require_few_values(values_V)
     code_of_triple = np.searchsorted(values_V, value_of_triple).clip(max=len(values_V) - 1).astype(np.uint8)
     return Relevancy(values_V, code_of_triple[triple_RC], row_of_N, column_of_M)
 
@@ -156,20 +156,20 @@ def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Re
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Return the values in order of occurrence, the distinct rows as indices of values, and the index of each row."""
+    """Return values in order of occurrence, distinct rows as indices of values, and the distinct row of each row."""
     values_V = np.empty(0)
-    number_of: dict[bytes, int] = {}
+    index_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
     for part in parts:
         for row in np.ascontiguousarray(part):
             # Most rows have occurred before, and hashing a row takes a tenth of the time of looking up its values.
             digest = hashlib.blake2b(row, digest_size=16).digest()
-            number = number_of.setdefault(digest, len(rows))
-            if number == len(rows):
+            index = index_of.setdefault(digest, len(rows))
+            if index == len(rows):
                 values_V, codes = _encode_row(row.astype(np.float64), values_V)
                 rows.append(codes)
-            row_of.append(number)
+            row_of.append(index)
     return values_V, rows, row_of
 
 
@@ -183,12 +183,12 @@ def _encode_row(
             f"it has {new_values[0] if new_values[0] < 0 else new_values[-1]}, but a relevancy is between 0 and 1"
         )
     values_V = np.concatenate([values_V, new_values])
-    _require_few(values_V)
+    _require_few_values(values_V)
     order = np.argsort(values_V)
     return values_V, order.astype(np.uint8)[np.searchsorted(values_V[order], row)]
 
 
-def _require_few(values_V: NDArray[np.float64]) -> None:
+def _require_few_values(values_V: NDArray[np.float64]) -> None:
     if len(values_V) > MAX_VALUES:
         raise NoRelevancy(f"it has more than {MAX_VALUES} different values, but relevancies have only a few")
 
@@ -216,10 +216,10 @@ class RelevantCaptions:
         self.sha256 = hashlib.sha256(repr(captions.select(labels).to_pydict()).encode()).hexdigest()
         caption_of_entry = np.empty_like(self._entry)
         caption_of_entry[self._entry] = np.arange(len(self._entry))
-        first_caption = caption_of_entry[rows.choice.first(np.arange(rows.choice.num_rows))]
+        first_caption = caption_of_entry[rows.choice.first_entries(np.arange(rows.choice.num_rows))]
         actions = _actions(captions)
-        coded = captions["text"].combine_chunks().dictionary_encode()
-        sentence = coded.indices.to_numpy().astype(np.int64)
+        encoded_texts = captions["text"].combine_chunks().dictionary_encode()
+        sentence = encoded_texts.indices.to_numpy().astype(np.int64)
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
         self._first_sentence = sentence[first_caption]
         self._min = min_relevancy
@@ -238,8 +238,8 @@ class RelevantCaptions:
         sentences = np.flatnonzero(values_M > self._min)
         entries, values = self._entry[self._caption_of_sentence[sentences]], values_M[sentences]
         bound, positions = np.array([len(entries)]), np.array([position])
-        number = int(integers_below(bound, positions, seed=seed, purpose="relevant caption")[0])
-        return int(entries[number]), float(values[number])
+        index = int(integers_below(bound, positions, seed=seed, purpose="relevant caption")[0])
+        return int(entries[index]), float(values[index])
 
 
 def has_actions(schema: pa.Schema) -> bool:

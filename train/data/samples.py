@@ -1,4 +1,4 @@
-"""`Samples`: a table of samples, the reader of its rows, and the loader that makes batches from them.
+"""`Samples`: a table of samples, the reader of its rows, and the loader that batches the samples.
 
 Each kind of data has a producer (clipmill.train.data.producers), a function that returns `Samples`, so tasks do not
 depend on the kind of data.
@@ -7,8 +7,9 @@ A row of a `SampleTable` describes a sample: the parts of the data that contain 
 or images), its time span or first frame, the captions with which it may be shown, and its labels. Rows are ordered by
 video and time, so a table does not depend on how the data are divided into shards.
 
-A table consists of arrays, and is stored as an Arrow file with one column per array (clipmill.train.data.node_cache).
-It is made once per machine, identified by a digest of everything that affects it, and memory-mapped by all ranks.
+A table consists of arrays. A large table is made once per machine and stored as an Arrow file with one column per array
+(clipmill.train.data.node_cache). The file is identified by a digest of everything that affects the table, and all ranks
+memory-map the file.
 
 Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
 """
@@ -41,8 +42,8 @@ class SampleTable:
         begin_us, end_us: Span of the sample in the video, microseconds, int64 [N]; None for images and latents.
         frame: First frame of a segment of latents in its part, int32 [N]; None for other samples.
         captions: Captions of each row; None without captions.
-        label: Class of the sample in each class list, int64 [N, L], or -1 if the list does not contain its class; None
-            without labels.
+        label: Class of the sample in each class list, int64 [N, L], or -1 if the list does not contain the sample's
+            class; None without labels.
         caption_id: ID of the caption that has the label, int [N]; None without labels.
         remarks: Remarks for the log about used and omitted samples.
     """
@@ -97,8 +98,8 @@ def open_fingerprint(
     The hash of a large table is computed once per machine.
 
     Args:
-        facts: Values other than the rows that affect the samples, such as the names of variants.
-        parts: Function that returns arrays that identify the parts; needed if the rows do not identify them.
+        facts: Further values that affect the samples, such as the names of variants.
+        parts: Function that returns arrays that identify the parts; needed if the rows do not identify the parts.
         depends_on, num_rows: See `open_table`.
     """
     return open_shared(
@@ -133,7 +134,7 @@ def _sha256(facts: Sequence[object], arrays: Sequence[NDArray[Any] | None]) -> s
 
 
 class RowReader(Reader, Protocol):
-    """Reader of the rows of a table, which can also show individual samples on the pages of an evaluation.
+    """Reader of the rows of a table. It can also show individual samples on the pages of an evaluation.
 
     Attributes:
         mixture: Import path of the reader for a mixture of such samples from several data folders.
@@ -148,13 +149,13 @@ class RowReader(Reader, Protocol):
         """Return the start and end of rows in their videos, microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the video that contains each row."""
+        """Return the index of the video that contains each row."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as the model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return the frames that the model sees in an evaluation, RGB [H, W, 3]; [] if the sample cannot be read."""
 
     def deviations(self) -> list[str]:
         """Return remarks on the number of samples that deviate from the settings."""
@@ -177,19 +178,20 @@ class RowCaptioner(Protocol):
         """Return remarks on the captions, for the log."""
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples in an epoch of training."""
+        """Return the number of samples in a training epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Description of the data from which samples come.
+    """Description of the data that samples come from.
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Names of the variants that are read; empty for data without a manifest, which have no variants.
+        variant_name: Names of the variants that are read. Empty for data without a manifest: they have no variants.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         empty_error: Message and hint of the error for a table without rows.
-        mixture_facts: Properties by name, such as the VAE of latents, which must be equal in all folders of a mixture.
+        mixture_facts: Properties that must be the same in all folders of a mixture, such as the VAE of latents, by
+            name.
         frame_shape: Shape of latents (clipmill.train.data.latents.segments.FrameShape); None for pixels.
         text_width: Dimension of stored caption embeddings; None if captions are tokens or text.
     """
@@ -217,7 +219,7 @@ class BatchedSamples:
 
     @property
     def cursor(self) -> Cursor:
-        """Positions of the order that have been used."""
+        """Positions in the order that have been used."""
         return self.loader.cursor
 
     @cursor.setter
@@ -228,9 +230,9 @@ class BatchedSamples:
         """See `Loader.batches`."""
         return self.loader.batches(position=position, max_failures=max_failures)
 
-    def evaluation_batches(self, *, every: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
+    def evaluation_batches(self, *, stride: int = 1, begin: int = 0) -> Iterator[LoadedBatch]:
         """See `Loader.evaluation_batches`."""
-        return self.loader.evaluation_batches(every=every, begin=begin)
+        return self.loader.evaluation_batches(stride=stride, begin=begin)
 
     def outcomes(self, samples: Iterable[int]) -> Iterator[Any]:
         """See `Loader.outcomes`."""
@@ -289,7 +291,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples in an epoch of training: the number of all samples, unless the captions determine it."""
+        """Number of samples in a training epoch: `num_samples`, unless the captions determine the number."""
         return len(self) if self._captions is None else self._captions.visits_per_epoch(len(self))
 
     @property
@@ -304,7 +306,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def all_labels(self) -> NDArray[np.int64]:
-        """Class of each clip in each class list, int64 [clips, labels]; -1 if the list does not contain its class."""
+        """Class of each clip in each class list, int64 [clips, labels]; -1 if the clip's class is not in the list."""
         assert self.table.label is not None, "these samples have no labels"
         return self.table.label
 
@@ -315,7 +317,7 @@ class Samples(BatchedSamples, Generic[AnyReader]):
 
     @property
     def video(self) -> NDArray[np.int64]:
-        """Number of the video that contains each clip, int64 [clips]."""
+        """Index of the video that contains each clip, int64 [clips]."""
         return self.reader.video_of(np.arange(len(self.table)))
 
     @property
@@ -357,9 +359,9 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return float(begin_us[0]) / US_PER_S, float(end_us[0]) / US_PER_S
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
+        """Return the frames that a model sees in an evaluation, RGB [H, W, 3]; [] if the sample cannot be read."""
         return self.reader.shown_frames(sample, num_frames=num_frames)

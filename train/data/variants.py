@@ -20,7 +20,7 @@ VariantNames = str | Sequence[str] | None
 
 @contextmanager
 def use_variants(folders: Sequence[str], variant: VariantNames, *, cache: Path | None) -> Iterator[None]:
-    """Context in which the given variants are read, and the current variants of all other columns.
+    """Context in which the given variants are read. For all other columns, the current variants are read.
 
     Args:
         folders: Addresses of the data.
@@ -53,7 +53,7 @@ def choose_variants(
         folders: Addresses of the data: data folders, or tars, which have no variants.
         names: Names of variants (`--variant`). Each name must exist in at least one folder.
         recorded: Name and recipe of the recorded variant of each column, for each folder (`VARIANTS_FACT` of run.json).
-        subject: Noun phrase for the result that was made with the recorded variants, for messages.
+        subject: Noun phrase for what was made with the recorded variants, for messages.
         print_note: Function that prints a note if a recorded variant no longer exists and the current variant is read
             instead; None to raise an error in that case.
 
@@ -65,13 +65,13 @@ def choose_variants(
     """
     chosen: dict[Path, dict[str, str]] = {}
     existing_names: set[str] = set()
-    for number, address in enumerate(folders):
+    for index, address in enumerate(folders):
         variants = {column: name for column in COLUMNS for name in names if _has_variant(address, column, name)}
         existing_names.update(variants.values())
-        for column, variant in recorded[number].items() if number < len(recorded) else ():
+        for column, variant in recorded[index].items() if index < len(recorded) else ():
             if not isinstance(variant, dict) or "name" not in variant:
                 raise UserError(
-                    f"{subject} records its variant of {column} as {variant!r}, without name and recipe",
+                    f"{subject} records its variant of {column} as {variant!r}, without a name and a recipe",
                     hint=f"make {subject} again with a different --out; its record is from an earlier clipmill",
                 )
             if column in variants:
@@ -95,9 +95,9 @@ def choose_variants(
                 print_note(f"note: {message}; the current variant {current} is used instead")
         if variants:
             chosen[folder_path(address, cache=cache)] = variants
-    if unknown := [name for name in names if name not in existing_names]:
+    if unknown_names := [name for name in names if name not in existing_names]:
         raise UserError(
-            f"--variant {unknown[0]}: there is no such variant in {', '.join(folders)}",
+            f"--variant {unknown_names[0]}: there is no such variant in {', '.join(folders)}",
             hint="run prep status to see the variants of a data folder",
             flags=("--variant",),
         )

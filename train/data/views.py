@@ -165,7 +165,7 @@ class GroupedCaptions:
             )
         ids = table.caption_id
         if table.captions is not None:
-            entries = table.captions.choice.first(np.arange(len(table)))
+            entries = table.captions.choice.first_entries(np.arange(len(table)))
             ids = table.captions.caption_id[table.captions.captions_at(entries)]
         assert ids is not None
         moment_N = np.array([self._moment_of[caption] for caption in ids.tolist()], np.int64)

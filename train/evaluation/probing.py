@@ -18,7 +18,7 @@ from clipmill.manifests.store import read_captions
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from clipmill.train.data.batch import Batch
-from clipmill.train.data.classes import ClassList, class_labels, list_labels, read_classes
+from clipmill.train.data.classes import ClassList, class_labels, label_hint, read_classes
 from clipmill.train.data.query import DataQuery, loader_settings, open_labelled_folder, open_samples
 from clipmill.train.distributed.world import World
 from clipmill.train.evaluation.features import ClipFeatures, Tower, extract, gather_features, tower_of
@@ -68,7 +68,7 @@ class ProbeSets:
         """
         parts = []
         for samples, stride in ((self.queries, self.query_stride), (self.bank, self.bank_stride)):
-            batches = samples.evaluation_batches(every=stride)
+            batches = samples.evaluation_batches(stride=stride)
             batches = count_batches(batches, "extracting features", total=-(-len(samples) // stride))
             features = extract(towers, batches, inputs=inputs, device=device)
             parts.append(gather_features(features, world))
@@ -235,7 +235,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
         labels = class_labels(read_captions(open_labelled_folder(settings, column=None).path).schema)
         raise UserError(
             "--label is missing",
-            hint=f"use an available label: {list_labels(labels)}",
+            hint=label_hint(labels),
             flags=("--label",),
         )
     device = trained.device

@@ -179,7 +179,7 @@ def _clip_tables(samples: Samples[ClipReader], sample_N: NDArray[np.int64]) -> I
         texts: Any = pa.nulls(len(rows), pa.string())
         captions: Any = pa.nulls(len(rows), pa.int64())
         if samples.table.captions is not None:
-            captions = samples.captions.rows.choice.first(rows)
+            captions = samples.captions.rows.choice.first_entries(rows)
             texts = samples.captions.texts(captions)
         columns = [np.arange(begin, begin + len(rows)), *_location_columns(samples, rows, paths=paths), texts, captions]
         yield pa.table(columns, schema=CLIP_SCHEMA)

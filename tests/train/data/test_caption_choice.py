@@ -68,7 +68,7 @@ def test_a_clip_is_always_shown_with_one_of_its_own(ranks: list[list[int]], weig
     ends = np.cumsum([len(clip_ranks) for clip_ranks in ranks])
     begins = ends - [len(clip_ranks) for clip_ranks in ranks]
     assert ((drawn >= begins[clips]) & (drawn < ends[clips])).all()
-    assert (choice.first(np.arange(len(ranks))) == begins).all()
+    assert (choice.first_entries(np.arange(len(ranks))) == begins).all()
 
 
 def test_sources_are_named_in_full_or_by_pattern() -> None:
@@ -89,7 +89,7 @@ def test_captions_of_models_are_used_only_if_they_are_named() -> None:
     by_default = choose_sources(names, weights=None)
     assert by_default.names == ("asr", "human") and by_default.rank.tolist() == [-1, 1, 0]
     assert by_default.describe_omitted(5) == (
-        '5 captions of models left out (a@1f2e3d4c); the sources "asr=1,human=1,a@*=1" include them'
+        '5 captions from models left out (a@1f2e3d4c); the sources "asr=1,human=1,a@*=1" include them'
     )
     asked = choose_sources(names, weights="asr=1,human=1,a@*=1")
     assert asked.names == ("asr", "human", "a@1f2e3d4c") and not asked.not_asked_for
@@ -167,7 +167,7 @@ def test_captions_that_fill_the_context_are_counted() -> None:
     full = sum(bool(tokenize(texts[row])[-1]) for row in rows)
     chunks = pa.chunked_array([texts[:7], texts[7:]])
     assert 0 < full < len(rows)
-    assert describe_truncation(chunks, rows, tokenize) == f"{full} of 77 tokens or more, cut to 77"
+    assert describe_truncation(chunks, rows, tokenize) == f"{full} with 77 tokens or more, truncated to 77"
     assert describe_truncation(chunks, rows[:5], tokenize) == ""
 
 
@@ -175,4 +175,4 @@ def test_of_very_many_long_captions_some_are_looked_at(monkeypatch: pytest.Monke
     monkeypatch.setattr("clipmill.train.data.captions._MAX_TOKENIZED", 10)
     texts = ["word " * 80, "a rather long caption of few words " * 2 + "and some more of them to be looked at"] * 50
     description = describe_truncation(pa.chunked_array([texts]), np.arange(100), load_tokenizer())
-    assert description.startswith("about ") and description.endswith(" of 77 tokens or more, cut to 77")
+    assert description.startswith("about ") and description.endswith(" with 77 tokens or more, truncated to 77")

@@ -180,7 +180,7 @@ def test_texts_of_a_manifest_that_is_used_whole_are_not_read(tmp_path: Path, mon
     def fail(*_: object) -> None:
         pytest.fail("texts must not be read")
 
-    monkeypatch.setattr("clipmill.train.data.caption_rows.used_texts", fail)
+    monkeypatch.setattr("clipmill.train.data.caption_rows.digest_used_texts", fail)
     assert len(open_clips_of(tmp_path)) == 2 * 89
 
 

@@ -20,7 +20,7 @@ from tests.train.latents.written import write_all
 from tests.train.test_video_captions import open_set
 from tests.train.tiny_data import Caption, write_captions
 
-OTHER_WORDS = "texts or sources of captions have changed since the state was saved"
+OTHER_WORDS = "caption texts or sources have changed since the state was saved"
 
 
 def rewrite(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:

@@ -122,7 +122,7 @@ def test_an_evaluation_shows_the_first_caption_of_the_first_source(data_dir: Pat
 def test_sources_that_are_not_named_are_left_out_with_the_clips_that_have_no_other(data_dir: Path) -> None:
     samples = open_clips_of(data_dir, sources="human=1,re*=0")
     assert len(samples) == 3 and {caption for _, _, caption in visits(samples, 30)} == {0, 1, 2}
-    assert "6 captions of other sources left out" in samples.describe()
+    assert "6 captions from other sources left out" in samples.describe()
     assert samples.fingerprint != open_clips_of(data_dir).fingerprint
 
 

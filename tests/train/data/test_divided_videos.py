@@ -116,7 +116,9 @@ def test_the_log_and_the_status_say_what_is_left_out(data_of_splits: Path) -> No
     assert (
         open_chunk_clips(query(data_of_splits, "train"))
         .describe()
-        .startswith("8 chunks of 3 videos of split 'train'; 13.6 s of 5 chunks left out, which belong to other splits")
+        .startswith(
+            "8 chunks of 3 videos of split 'train'; 13.6 s of 5 chunks left out, because they belong to other splits"
+        )
     )
     lost = stored_lost_times(data_of_splits)
     assert lost == {"train": LostTime(6.55, 3), "val": LostTime(11.0, 2)}

@@ -95,9 +95,9 @@ def test_two_ranks_find_the_numbers_of_one(
 def test_samples_are_spread_over_the_split(data_dir: Path, model: torch.nn.Module) -> None:
     task = task_of(settings(data_dir))
     samples = task.samples("train", World())
-    embeddings = embed_all(task, model, samples.evaluation_batches(every=4), device=CPU)
+    embeddings = embed_all(task, model, samples.evaluation_batches(stride=4), device=CPU)
     assert embeddings.samples.tolist() == [0, 4, 8]
-    ranks = [task.samples("train", World(rank=rank, size=2)).evaluation_batches(every=2) for rank in range(2)]
+    ranks = [task.samples("train", World(rank=rank, size=2)).evaluation_batches(stride=2) for rank in range(2)]
     parts = [embed_all(task, model, batches, device=CPU).samples.tolist() for batches in ranks]
     assert parts == [[0, 4, 8], [2, 6]]
     assert [sample_stride(9, at_most=most) for most in (2, 4, 8, 9, 100)] == [5, 3, 2, 1, 1]

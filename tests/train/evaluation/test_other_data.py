@@ -230,7 +230,7 @@ def test_a_stream_of_tars_is_evaluated_on_a_data_folder(
     capsys.readouterr()
     assert train("eval", "retrieval", tmp_path / "run") == 0
     printed = capsys.readouterr().out
-    assert "the model was trained on these clips: the data have no splits; only 8 clips" in printed
+    assert "the model was trained on these clips, because the data have no splits; only 8 clips" in printed
     result = tmp_path / "run" / "evaluations" / "retrieval-all.json"
     assert f"written: {result}" in printed and json.loads(result.read_text())["split"] == "all"
     assert train("classify", *SMALL.split(), "--shards", tar, "--label", "class", "--out", tmp_path / "none") == 2

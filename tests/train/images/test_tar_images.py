@@ -125,7 +125,7 @@ def test_a_state_of_other_images_or_captions_is_refused(tars: str, tmp_path: Pat
     words = [(f"{number:09d}", {**sample(number), "txt": b"said otherwise"}) for number in range(6)]
     shutil.copytree(Path(tars).parent, tmp_path / "changed")
     write_tar(tmp_path / "changed/00000.tar", words)
-    with pytest.raises(UserError, match="texts or sources of captions have changed"):
+    with pytest.raises(UserError, match="caption texts or sources have changed"):
         open_images(tmp_path / "changed" / Path(tars).name).load_state_dict(state)
 
 

@@ -54,7 +54,7 @@ def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken_data: Written
         loaded.batch for loaded in open_latent_segments(replace(query, loading=LoaderSettings())).evaluation_batches()
     ]
     assert first["caption_id"].tolist() == [2, 2]
-    assert "1 caption of other sources left out" in loader.describe()
+    assert "1 caption from other sources left out" in loader.describe()
 
 
 def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken_data: Written) -> None:

@@ -70,7 +70,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
     ("changes", "words"),
     [
         ({"split": "test"}, "has no videos of split 'test'"),
-        ({"batch": 10}, "batch=10 is more than the data have: 9 samples"),
+        ({"batch": 10}, "batch=10 is larger than the data, which contain 9 samples"),
         ({"batch": 5, "rank": 0, "world": 2}, "batch=5 in each of 2 processes is more"),
         ({"batch": "4"}, "batch is '4'"),
         ({"batch": 2.5}, "batch is 2.5"),
@@ -198,7 +198,7 @@ def test_a_forked_process_may_open_clips_and_not_use_those_of_its_parent(data_di
     with open_batches(data_dir) as clips:
         expected = ids([next(iter(clips))])
         error = in_fork(lambda: next(iter(clips)))
-        assert isinstance(error, UserError) and "a fork of it" in str(error)
+        assert isinstance(error, UserError) and "in its fork" in str(error)
         assert in_fork(lambda: ids([next(iter(open_batches(data_dir)))])) == expected
 
 
@@ -211,7 +211,7 @@ def test_a_forked_process_may_not_go_on_with_an_iteration_of_its_parent(
         iterator = iter(clips)
         assert len(list(islice(iterator, taken))) == taken
         error = in_fork(lambda: next(iterator))
-        assert isinstance(error, UserError) and "a fork of it" in str(error)
+        assert isinstance(error, UserError) and "in its fork" in str(error)
         assert len(list(iterator)) == len(clips) - taken, "the parent can continue"
         assert len(list(others)) == len(clips)
 
@@ -227,7 +227,7 @@ def test_a_forked_process_that_is_refused_ends(data_dir: Path) -> None:
                 os._exit(2)
             except UserError as error:
                 del iterator
-                os._exit(0 if "a fork of it" in str(error) else 3)
+                os._exit(0 if "in its fork" in str(error) else 3)
             os._exit(4)
         ended_at = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < ended_at:
@@ -266,6 +266,6 @@ def test_clips_that_were_opened_before_the_launcher_are_refused(
     clips = open_batches(data_dir)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="opened as rank 0 of 1, used as rank 1 of 2"):
+    with pytest.raises(UserError, match="opened as rank 0 of 1, but are used as rank 1 of 2"):
         next(iter(clips))
     assert "rank 1 of 2" in repr(open_batches(data_dir))

@@ -169,7 +169,7 @@ def test_bfloat16_becomes_float32_in_numpy(tmp_path: Path) -> None:
         ({"tails": "keep"}, "tails is 'keep'"),
         ({"captions": "tokens"}, "captions is 'tokens'"),
         ({"batch": 0}, "batch is 0"),
-        ({"batch": 100}, "batch=100 is more than the data have: [0-9]+ samples"),
+        ({"batch": 100}, "batch=100 is larger than the data, which contain [0-9]+ samples"),
         ({"batch": "3"}, "batch is '3'"),
         ({"seed": None}, "seed is None"),
         ({"device": "tpu"}, "device is 'tpu'"),

@@ -243,7 +243,7 @@ def test_rows_without_a_chunk_or_outside_of_the_video_fail_by_name(recordings: P
         (None, {"size_px": (48, 63)}, "size_px is"),
         (None, {"size_px": "48"}, "size_px is '48'"),
         (None, {"pixel_mean": (0.5, 0.5, 0.5), "pixel_std": (0.5, 0.5, 0.5)}, "pixel_mean needs square frames"),
-        (None, {"batch": 2}, "batch=2 is more than the data have: 1 sample"),
+        (None, {"batch": 2}, "batch=2 is larger than the data, which contain 1 sample"),
         (None, {"crop": "all"}, "crop is 'all'"),
     ],
 )

@@ -347,7 +347,9 @@ class LatentReader:
         if self.captions is not None:
             captions = self.captions.rows
             choice, seed = captions.choice, block.seed
-            entry = choice.first(rows) if seed is None else choice.draw(rows, position=block.positions, seed=seed)
+            entry = (
+                choice.first_entries(rows) if seed is None else choice.draw(rows, position=block.positions, seed=seed)
+            )
             caption = captions.captions_at(entry)
             columns["caption_id"] = captions.caption_id[caption].astype(np.int64)
             if captions.place is None:

@@ -19,7 +19,7 @@ from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.store import num_captions_of, read_captions, read_videos
 from clipmill.shards.columns import TEXT
 from clipmill.shards.reader import Variant
-from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, used_texts
+from clipmill.train.data.caption_rows import SplitCaptions, captions_of_split, digest_used_texts
 from clipmill.train.data.captions import RowCaptions, choice_from_entries, same_text, smallest_integers
 from clipmill.train.data.chunks import require_same_manifest
 from clipmill.train.data.classes import ClassList, labelled_rows
@@ -360,7 +360,7 @@ def _texts_sha256(
         if source_rank >= 0:
             is_used = np.zeros(len(captions.texts), bool)
             is_used[rows[rank == source_rank]] = True
-            digests.append(f"{captions.sources[code]} {used_texts(captions.texts, is_used)[0]}")
+            digests.append(f"{captions.sources[code]} {digest_used_texts(captions.texts, is_used)[0]}")
     return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 

@@ -38,11 +38,11 @@ def open_captioned_clips(
     """Open the captioned clips of a split. A clip is a span of a video with all captions of this span.
 
     Training draws one of the captions (clipmill.train.data.captions); an evaluation uses the first caption of the first
-    source. Batches have `tokens` if there is a tokenizer, `text` with stored embeddings, and otherwise `caption`.
+    source. Batches contain `tokens` if there is a tokenizer, `text` with stored embeddings, and otherwise `caption`.
 
     Args:
         query: Query for the clips. Its conditions on captions select the captions that may be shown.
-        tokenize: Function that tokenizes captions; None for captions as text.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
         captions: Settings for the choice of a clip's caption.
         has_stored_text: True to replace captions with the embeddings that `prep text` stored. Captions without an
             embedding are omitted.
@@ -90,14 +90,14 @@ def open_captioned_clips(
     num_rows = chunks.num_rows + num_captions_of(data_dir) if table is None else 0
     clip_table = open_table("captions", make, depends_on=depends_on, num_rows=num_rows)
     assert clip_table.captions is not None
-    relevant: RelevantCaptions | None = None
+    caption_draw: RelevantCaptions | None = None
     if captions.min_relevancy is not None and len(clip_table):
         from clipmill.train.data import relevancy
 
         labelled = read_captions(data_dir) if table is None else table
-        relevant = relevancy.RelevantCaptions(clip_table.captions, labelled, min_relevancy=captions.min_relevancy)
+        caption_draw = relevancy.RelevantCaptions(clip_table.captions, labelled, min_relevancy=captions.min_relevancy)
     if make_captions is None:
-        make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, relevant=relevant)
+        make_captions = partial(Captions, tokenize=tokenize, stored_text=stored_text, caption_draw=caption_draw)
     clip_captions = make_captions(clip_table.captions, spans.texts)  # spans.verify() has checked the files
     variant_name = chunks.variant_name
     if stored_text is not None:

@@ -1,4 +1,4 @@
-"""Clips of chunks without captions: complete chunks, segments of chunks, or labelled captions as separate clips."""
+"""Clips without captions: complete chunks, segments of chunks, or the spans of labelled captions."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def open_chunk_clips(
     query: ClipQuery, *, same_frames: bool = False, segment_us: int | None = None
 ) -> Samples[ClipReader]:
-    """Open clips of complete chunks, or of segments of chunks. Parts of chunks in other splits are not shown.
+    """Open clips of complete chunks, or of segments of chunks. Parts of chunks that belong to other splits are omitted.
 
     Args:
         query: Query for the chunks. The `group` of its loading settings is the number of samples per clip in an epoch.
@@ -89,19 +89,19 @@ def _make_chunk_table(chunks: ChunkSet, *, split: str, segment_us: int | None) -
     spans, table = _spans(parts, segment_us=segment_us), chunks.table
     rows = parts.chunk if chunks.divided is None else np.unique(parts.chunk)
     chunks.require_same_manifest()
-    num_chunks, num_videos = count_noun(len(rows), "chunk"), _num_different(table.video_row[rows])
+    num_chunks, num_videos = count_noun(len(rows), "chunk"), _count_distinct(table.video_row[rows])
     if segment_us is not None:
         num_chunks = f"{count_noun(len(spans['first_part']), 'segment')} of {num_chunks}"
     remarks = [f"{num_chunks} of {count_noun(num_videos, 'video')} of split {split!r}"]
-    if num_without := len(chunks.video_ids) - _num_different(table.video_row):
+    if num_without := len(chunks.video_ids) - _count_distinct(table.video_row):
         remarks.append(f"{count_noun(num_without, 'video')} without chunks")
     if num_single := int((table.num_frames[rows] == 1).sum()):
         remarks.append(f"{num_single:,} of a single frame, which is repeated")
     return SampleTable(**spans, remarks=(*remarks, *parts.remarks(), *chunks.selection.remarks()))
 
 
-def _num_different(ascending: NDArray[np.integer]) -> int:
-    return int(np.count_nonzero(ascending[1:] != ascending[:-1])) + bool(len(ascending))
+def _count_distinct(sorted_values: NDArray[np.integer]) -> int:
+    return int(np.count_nonzero(sorted_values[1:] != sorted_values[:-1])) + bool(len(sorted_values))
 
 
 @dataclass(frozen=True)
@@ -126,26 +126,26 @@ class ChunkParts:
         if not self.num_trimmed:
             return []
         omitted = f"{self.lost_us / US_PER_S:,.1f} s of {count_noun(self.num_trimmed, 'chunk')}"
-        return [f"{omitted} left out, which belong to other splits"]
+        return [f"{omitted} left out, because they belong to other splits"]
 
 
 def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts:
-    """Return the parts of chunks that belong to the split of `chunk_set`. `chunks` are rows of its table."""
+    """Return the parts of chunks that belong to the split of `chunk_set`. `chunks` are rows of `chunk_set.table`."""
     table, divided = chunk_set.table, chunk_set.divided
     start_us, end_us = table.start_ms[chunks] * 1000, table.end_us_of(chunks)
     if divided is None:
         return ChunkParts(chunks, start_us, end_us)
     parts = divided.split_parts(chunk_set.split, video=table.video_row[chunks], begin_us=start_us, end_us=end_us)
     chunk, begin_us = chunks[parts.span], parts.begin_us.copy()
-    for number in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
+    for index in np.flatnonzero(begin_us > start_us[parts.span]).tolist():
         # If the frame on screen at the start of a part appeared earlier, it belongs to another split.
-        at_us, last_us = int(begin_us[number]), int(parts.end_us[number])
+        at_us, last_us = int(begin_us[index]), int(parts.end_us[index])
         with suppress(SampleFailed):  # the error is reported when the chunk is read
-            times = chunk_set.times(int(chunk[number]))
+            times = chunk_set.times(int(chunk[index]))
             frame = times.frame_at(at_us, 1)
             if times.frame_begin_us(frame) < at_us:
                 is_last = frame >= times.frame_at(last_us - 1, 1)
-                begin_us[number] = last_us if is_last else ceil(times.frame_begin_us(frame + 1))
+                begin_us[index] = last_us if is_last else ceil(times.frame_begin_us(frame + 1))
     has_frames = begin_us < parts.end_us
     kept_us = np.bincount(parts.span, weights=(parts.end_us - parts.begin_us) * has_frames, minlength=len(chunks))
     lost_us = end_us - start_us - kept_us.astype(np.int64)
@@ -161,12 +161,12 @@ def parts_of_split(chunk_set: ChunkSet, chunks: NDArray[np.int64]) -> ChunkParts
 def _spans(parts: ChunkParts, *, segment_us: int | None) -> dict[str, Any]:
     chunks, begin_us, end_us = parts.chunk, parts.begin_us, parts.end_us
     if segment_us is not None:
-        full, rest_us = np.divmod(end_us - begin_us, segment_us)
-        counts = np.maximum(1, full + (4 * rest_us >= segment_us))
+        num_full, rest_us = np.divmod(end_us - begin_us, segment_us)
+        counts = np.maximum(1, num_full + (4 * rest_us >= segment_us))
         chunk_of = np.repeat(np.arange(len(chunks)), counts)
-        number = np.arange(len(chunk_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begin_us, chunks = begin_us[chunk_of] + number * segment_us, chunks[chunk_of]
-        end_us = np.where(number + 1 == counts[chunk_of], end_us[chunk_of], begin_us + segment_us)
+        index = np.arange(len(chunk_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin_us, chunks = begin_us[chunk_of] + index * segment_us, chunks[chunk_of]
+        end_us = np.where(index + 1 == counts[chunk_of], end_us[chunk_of], begin_us + segment_us)
     return {"begin_us": begin_us, "end_us": end_us, "first_part": chunks}
 
 
@@ -187,8 +187,8 @@ def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repea
     """Open the labelled clips of a split. Each labelled caption is a clip, even if several have the same span.
 
     Args:
-        classes: Class lists. The label of a clip is the index of its class in each list. A caption whose class is
-            not in any of the lists is omitted and counted.
+        classes: Class lists. The label of a clip is the index of its class in each list. Captions whose class is not in
+            any of the lists are omitted and counted.
         repeats: Number of samples per clip in an epoch (repeated augmentation, Hoffer et al. 2020). It must divide the
             loader's group size.
 
@@ -240,7 +240,7 @@ def _make_label_table(
     captions, selection = read_captions(data_dir) if captions is None else captions, chunks.selection
     is_of_split = is_in_splits(captions, read_videos(data_dir), [split])
     labelled = labelled_rows(captions, is_of_split=is_of_split, classes=classes)
-    rows, selected = labelled.row, selection.select_captions(captions)
+    rows, is_selected = labelled.row, selection.select_captions(captions)
     times = {name: captions[name].to_numpy()[rows] for name in ("begin_s", "end_s")}
     video_row = rows_of(captions["video_id"], chunks.video_ids)[rows]
     usable = usable_captions(
@@ -248,7 +248,7 @@ def _make_label_table(
         **times,
         chunks=chunks.table,
         is_of_split=chunks.shows_only_split(video_row=video_row, **times),
-        selected=None if selected is None else selected[rows],
+        selected=None if is_selected is None else is_selected[rows],
         selected_chunks=selection.chunks,
     )
     # Sort the spans of captions by video and time.

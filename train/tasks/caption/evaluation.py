@@ -79,7 +79,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     with trained.precision.autocast():
         generated = captions_of(
             trained.fill(task.build_model(samples)),
-            count_batches(samples.evaluation_batches(every=every), "captioning", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(stride=every), "captioning", total=-(-len(samples) // every)),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
             decoding=decoding_settings,

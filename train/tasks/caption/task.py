@@ -248,7 +248,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         self, model: nn.Module, samples: "Samples[ClipReader]", world: World
     ) -> tuple[dict[str, float], list[float]]:
         evaluation = self._settings.evaluate
-        batches = samples.evaluation_batches(every=sample_stride(len(samples), at_most=evaluation.max_samples))
+        batches = samples.evaluation_batches(stride=sample_stride(len(samples), at_most=evaluation.max_samples))
         generated = captions_of(
             complete_captioner(model, stages=world.stages, device=self._device),
             broadcast_batches(batches, world.stages),

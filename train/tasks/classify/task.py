@@ -283,7 +283,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """
         return score_classifier(
             model,
-            count_batches(samples.evaluation_batches(every=every), "classifying", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(stride=every), "classifying", total=-(-len(samples) // every)),
             inputs=self.inputs,
             classes=self.classes,
             num_views=len(views),

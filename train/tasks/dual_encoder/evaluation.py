@@ -318,7 +318,7 @@ class LoopEvaluation:
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
         """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks. All ranks must call this method."""
-        batches = self._samples.evaluation_batches(every=self._every)
+        batches = self._samples.evaluation_batches(stride=self._every)
         local_embeddings = embed_all(self._task, model, batches, device=self._device)
         embeddings = gather_embeddings(local_embeddings, world, device=self._device)
         result = self._scorer.score(embeddings, text_embedder(model, device=self._device))

@@ -301,7 +301,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
     num_masked = num_masked_patches(settings.mask_ratio, num_patches=grid.patches)
     result = evaluate_reconstruction(
         model,
-        count_batches(samples.evaluation_batches(every=every), "reconstructing", total=-(-len(samples) // every)),
+        count_batches(samples.evaluation_batches(stride=every), "reconstructing", total=-(-len(samples) // every)),
         clips,
         display=Display(
             samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),

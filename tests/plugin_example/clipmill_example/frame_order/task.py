@@ -133,7 +133,7 @@ class FrameOrderTask:
         """Return the number of correct clips, the number of clips, and the samples that could not be decoded."""
         right = count = 0
         failed: list[Any] = []
-        for loaded in samples.evaluation_batches(every=every):
+        for loaded in samples.evaluation_batches(stride=every):
             failed += loaded.failed
             clips, reversed_B = self.inputs(to_device(loaded.batch, self._device))
             right += int(((model(clips) > 0) == (reversed_B > 0)).sum())
