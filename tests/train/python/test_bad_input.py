@@ -71,7 +71,7 @@ def test_states_of_another_split_seed_or_order_are_refused(data_dir: Path) -> No
     [
         ({"split": "test"}, "has no videos of split 'test'"),
         ({"batch": 10}, "batch=10 is larger than the data, which contain 9 samples"),
-        ({"batch": 5, "rank": 0, "world": 2}, "batch=5 in each of 2 processes is more"),
+        ({"batch": 5, "rank": 0, "world": 2}, "batch=5 in each of 2 processes is larger"),
         ({"batch": "4"}, "batch is '4'"),
         ({"batch": 2.5}, "batch is 2.5"),
         ({"batch": True}, "batch is True"),
