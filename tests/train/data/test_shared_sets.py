@@ -79,7 +79,7 @@ def written_data(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def shared_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Cache folder through which sets of any size are shared."""
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-    monkeypatch.setattr(node_cache, "_chosen", tmp_path / "cache")
+    monkeypatch.setattr(node_cache, "_chosen_folder", tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_said(
         assert open_held(lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert "No space left" in capsys.readouterr().err
     assert not list(shared_by_all.rglob("set-*")) and not list(shared_by_all.rglob("*.tmp*"))
-    monkeypatch.setattr(node_cache, "_chosen", Path("/dev/null/cache"))
+    monkeypatch.setattr(node_cache, "_chosen_folder", Path("/dev/null/cache"))
     assert open_held(lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert "each rank computes its own copy" in capsys.readouterr().err
 

@@ -247,7 +247,7 @@ def test_a_large_index_is_made_once_and_again_if_the_tar_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_cache, "MIN_ROWS", 0)
-    monkeypatch.setattr(node_cache, "_chosen", None)
+    monkeypatch.setattr(node_cache, "_chosen_folder", None)
     pattern, cache = write_tars(tmp_path / "tars", num_tars=2), tmp_path / "cache"
     first = open_images(pattern, cache=cache)
     made = {path: path.stat().st_ino for path in (cache / "opened").glob("images-*")}
