@@ -80,8 +80,9 @@ class Recipe(Checked):
     """Speed preset of the encoder, such as faster for H.264 or 9 for AV1. Default: the value of --recipe."""
 
     gop: Annotated[Gop | None, ENCODING] = None
-    """GOP layout. comb: a P frame every 16 frames, with non-reference B frames between them; star: a comb with a single
-    P frame; closed: closed GOPs that the encoder arranges; intra: key frames only. Default: the value of --recipe."""
+    """GOP layout. comb: a P frame every 16 frames, with non-reference B frames between P frames; star: a comb with a
+    single P frame; closed: closed GOPs with frame types chosen by the encoder; intra: key frames only. Default: the
+    value of --recipe."""
 
     keyint: Annotated[int | None, ENCODING, Range(1, 600)] = None
     """Key frame interval in frames, 1 to 600. Default: the value of --recipe, or 90 for comb, 16 for star, 30 for
@@ -97,8 +98,8 @@ class Recipe(Checked):
     """Scaling filter."""
 
     tail: Annotated[Tail, ENCODING] = "keep"
-    """Handling of the end of a video that does not fill a chunk. keep: make a shorter chunk; drop: discard it; merge:
-    append it to the previous chunk."""
+    """Handling of the frames at the end of a video that do not fill a chunk. keep: make a shorter chunk; drop: discard
+    them; merge: append them to the previous chunk."""
 
     audio: Annotated[Audio, ENCODING] = "drop"
     """Handling of audio. keep: encode the first audio stream as AAC; drop: omit the audio."""
@@ -187,10 +188,10 @@ class IndexRecipe(Checked):
 
     fps: str = "30"
     """Nominal frame rate of the chunks in frames per second, such as 25 or 30000/1001. Other columns count frames at
-    this rate; clips show the frames of the source at any rate."""
+    this rate; clips take their frames directly from the source."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about invalid lengths and rates."""
+        """Yield errors about invalid lengths and frame rates."""
         yield from errors_of(self.settings)
 
     def settings(self) -> IndexSettings:
@@ -214,7 +215,7 @@ class IndexRecipe(Checked):
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that are None, so that recipes that produce equal bytes are equal.
+    """Fill in the settings that are None, so that recipes that produce the same bytes are equal.
 
     Args:
         ffmpeg_version: Version of the ffmpeg program, which is part of the recipe because other builds may produce
@@ -222,7 +223,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     """
     settings = recipe.settings()
     stored, hash_text = asdict(settings), arguments_hash(settings.codec, settings.gop)
-    if settings.cut == "even":  # recipes without `cut` are older than --cut shots, and must stay equal
+    if settings.cut == "even":  # recipes that predate --cut shots lack these settings, and must stay equal
         for name in ("cut", *SHOT_SETTINGS):
             del stored[name]
     values = {
@@ -279,8 +280,8 @@ def _flags(recipe: Recipe | IndexRecipe) -> list[str]:
     settings = recipe.settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # Some defaults depend on the GOP layout, so they are computed for this layout. The default of the layout itself
-    # comes from a recipe that does not set it.
+    # Some defaults depend on the GOP layout, so they are computed for the layout in `settings`. The default of the
+    # layout itself comes from a recipe that does not set it.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     base = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": base.gop, "codec": base.codec if names else None}
@@ -316,8 +317,8 @@ COLUMN = ColumnSpec(
         prep plan --bitrate 800k
     """,
     checked_noun="decoded frame",
-    page="chunks that play in place, with totals, distributions, search and filters; clips that take "
-    "more than 8 MB are written to a folder beside it; --where limits the page to matching chunks",
+    page="chunks that play in place, with totals, distributions, search and filters; clips of more "
+    "than 8 MB in total are written to a folder beside the page; --where limits the page to matching chunks",
     read_settings=read_recipe,
     write_flags=_flags,
     settings_line=settings_line,

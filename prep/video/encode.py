@@ -2,18 +2,18 @@
 
 ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shortly before the span. The fps filter then
 drops every frame before the span. A seek to the exact start could miss the source frame that is visible there. If that
-frame begins even before the seek point, as in slides and screen recordings, it is missed too. In this case the pass is
-stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced key frames, one
-per chunk. Frames between two chunks that belong to neither chunk are encoded into a segment that is discarded. ffmpeg
-also records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames` compares it with the
-packets of the source.
+frame begins even before the seek point, as is common in slides and screen recordings, ffmpeg misses it too. In this
+case the pass is stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced
+key frames, one per chunk. Frames between two chunks that belong to neither chunk are encoded into a segment that is
+discarded. ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames`
+compares it with the packets of the source.
 
 ffmpeg builds the filter graph only once, because a second graph would restart its clock. If the frame shape changes
 within a source, the scaler therefore fits each part into the resolution of the chunks.
 
 The division of a video into chunks and spans is pure arithmetic on frame counts. With `--cut even`, a video of `F`
-output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of n, a tail. With
-`--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span consists of up to
+output frames (at the recipe's frame rate) has full chunks of `n` frames and, if `F` is not a multiple of `n`, a tail.
+With `--cut shots`, chunks begin and end at shot boundaries (`clipmill.prep.video.spans`). A span consists of up to
 `span_chunks` consecutive chunks that one encoder pass makes. Its bytes depend on its first frame, so spans never move:
 span `s` begins with chunk `s * span_chunks`, regardless of the length of the video.
 """
@@ -40,17 +40,17 @@ from clipmill.shards.timeline.model import CONTINUOUS_FORMAT, DEMUXERS, Filter, 
 
 TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
 _ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
-_MAX_HIDDEN = 2  # maximum number of consecutive packets without a displayed frame: second fields, and hidden frames
+_MAX_HIDDEN = 2  # maximum number of consecutive packets that show no frame of their own: second fields, hidden frames
 _TIMES_FILE = "times.txt"
 _UNKNOWN_COLOR = 2
 _CONTAINER_CROPS = (7, 1)  # first ffmpeg version that applies the crop stored in the container
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_REACH_FACTOR = 32  # factor by which each new pass seeks further back, until it includes the first source frame
+_REACH_FACTOR = 32  # factor by which each new pass seeks further back, until a pass includes the first source frame
 _LIMIT_PER_VIDEO_S = 60.0  # time limit per second of video: a pass slower than 1/60 of real time is considered stuck
 _MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
-_SAME_SHAPE = 0.02  # relative difference of aspect ratios below which a frame is stretched to the chunk's resolution
-_OFFSET_S = 0.0005  # offset to a time between two frames, less than half a frame
+_SAME_SHAPE = 0.02  # relative difference in aspect ratio below which a frame is stretched to the chunk's resolution
+_OFFSET_S = 0.0005  # distance from the start of a frame back to a time between two frames; less than half a frame
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Span:
         return sum(self.chunk_frames) + sum(self.gaps)
 
     def segment_lengths(self) -> list[tuple[int, bool]]:
-        """Return the number of frames in each segment of the encoder pass, and True if the segment is a chunk."""
+        """Return (number of frames, True if the segment is a chunk) for each segment of the encoder pass."""
         gaps = self.gaps or (0,) * len(self.chunk_frames)
         pairs = zip(gaps, self.chunk_frames, strict=True)
         return [segment for gap, frames in pairs for segment in ((gap, False), (frames, True)) if segment[0]]
@@ -94,13 +94,13 @@ class Span:
 
 @dataclass(frozen=True)
 class PacketFacts:
-    """Properties of a chunk, under the names of its index fields. The packet lists are in decoding order.
+    """Properties of a chunk, named like the fields of the index. The packet lists are in decoding order.
 
     Attributes:
         packet_offset: Byte offset of each packet in the chunk's file; in a source file, relative to the chunk's start.
         packet_size: Size of each packet in bytes.
         packet_frame: Presentation index of each packet; 0 is the first frame shown.
-        packet_flags: PACKET_KEY and PACKET_REFERENCE of clipmill.shards.format.
+        packet_flags: PACKET_KEY and PACKET_REFERENCE flags (clipmill.shards.format) of each packet.
         packet_crc32: CRC-32 of each packet's bytes.
     """
 
@@ -230,7 +230,7 @@ def encode_span(
                 raise _FirstFrameDropped
 
         def poll() -> None:
-            # Stop a long pass early if its first frame is wrong, because it has to be repeated anyway.
+            # Stop a long pass early if its first frame is wrong, because the pass has to be repeated anyway.
             with suppress(FileNotFoundError), times_file.open() as file:
                 if (line := file.readline()).endswith("\n"):
                     require_first(source_times([line], start=timeline.start))
@@ -247,9 +247,9 @@ def encode_span(
         check_frames(times_s, packets_s, span=span, fps=fps)
         return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
 
-    for number in count():
+    for attempt in count():
         try:
-            return encode(Path(tempfile.mkdtemp(dir=folder)), reach=_REACH_FACTOR**number)
+            return encode(Path(tempfile.mkdtemp(dir=folder)), reach=_REACH_FACTOR**attempt)
         except _FirstFrameDropped:
             continue
     raise AssertionError("a pass that reads the source from its start includes the first frame")
@@ -320,7 +320,7 @@ def span_arguments(
         "flags": "+bitexact",
         # With B frames, the first decoding timestamps are negative. By default, muxers would then shift all timestamps.
         "avoid_negative_ts": "disabled",
-        # Before version 8, setpts removes the frame rate, and with it the durations, so the edit list of each chunk
+        # Before ffmpeg 8, setpts removes the frame rate, and with it the durations, so the edit list of each chunk
         # would end before the last frame.
         "bsf:v": f"setts=pts=PTS:dts=DTS:duration=round({1 / settings.fps_exact}/TB)",
         "stats_enc_pre:v": _TIMES_FILE,
@@ -367,7 +367,8 @@ def _scaled_frames(
         format_whitelist=f"{DEMUXERS},{CONTINUOUS_FORMAT}",
         **input_options,
     )
-    # In this unit, the midpoints of output frames are exact. It is no finer than the microseconds of `begin_s`.
+    # This time base represents the midpoints of output frames exactly. It is no finer than a microsecond, the precision
+    # of `begin_s`.
     unit = f"1/{2 * fps.numerator * max(1, _MAX_TICKS_PER_S // (2 * fps.numerator))}"
     begin_s = timeline.start + span.first_frame / fps
     rate: list[Filter] = [
@@ -427,7 +428,7 @@ def _resize_filters(source: SourceFacts, timeline: Timeline, *, settings: ChunkS
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fraction:
     """Return the time at which the pass starts reading, on the grid of output frames.
 
-    It is `reach` times (one second plus one key frame interval) before the span.
+    This time is `reach` times (one second plus one key frame interval) before the span.
     """
     return Fraction(max(0, span.first_frame - reach * math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
 
@@ -463,14 +464,14 @@ def source_times(lines: Sequence[str], *, start: Fraction) -> np.ndarray:
         return np.zeros(0)
     try:
         unit_s = Fraction(lines[0].split()[1])  # one stream has one time base
-        counts = np.array([line.split()[0] for line in lines], np.int64)
+        ticks = np.array([line.split()[0] for line in lines], np.int64)
     except (ValueError, IndexError):
         raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times is truncated") from None
-    return counts * float(unit_s) - float(start)
+    return ticks * float(unit_s) - float(start)
 
 
 def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps: Fraction) -> None:
-    """Check that each output frame of a span shows the right source frame.
+    """Check that each output frame of a span shows the correct source frame.
 
     An output frame must show the source frame that is visible at its time: the last source frame that begins at most
     half an output frame later. If a video begins with a gap, its first output frames may show a later source frame.
@@ -504,7 +505,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED if is_end else FailureCode.FRAMES_DIFFER,
             f"output frame {span.first_frame + first} at {due_s[first]:.4f} s shows the source frame at"
-            f" {times_s[first]:.4f} s, expected the source frame at {begins_s:.4f} s",
+            f" {times_s[first]:.4f} s instead of the source frame at {begins_s:.4f} s",
         )
 
 

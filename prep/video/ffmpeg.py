@@ -3,7 +3,7 @@
 The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the program
 in the imageio-ffmpeg wheel.
 
-`require_success` maps ffmpeg's standard error to failure codes, with a one-line message that is the same in every run.
+`require_success` maps ffmpeg's standard error to failure codes, with a one-line message that is identical in every run.
 An exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and
 encodes the readable part. On the other hand, most lines at level `error` are harmless, for example when decoding starts
 in an open GOP after a seek. Therefore a run with exit status 0 fails only if it prints a line that matches `_LOSSES`.
@@ -85,12 +85,12 @@ class Ffmpeg:
     Attributes:
         path: Path or name of the program.
         version: Version, such as "9.0.2", or the name of the build.
-        outdated: Program on PATH that is too old, with its version; None if there is no such program.
+        outdated_program: Program on PATH that is too old, with its version; None if there is no such program.
     """
 
     path: str
     version: str
-    outdated: str | None = None
+    outdated_program: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Outcome:
 
 
 def find_ffmpeg() -> Ffmpeg:
-    """Find the program, in the order that is given at the top of this module.
+    """Find the program, in the order described at the top of this module.
 
     Raises:
         UserError: No program was found, or the program that the user selected does not work or is too old.
-        FailedWork: Each query for the version was killed or timed out.
+        FailedWork: Every query for the version was killed or timed out.
     """
     selected = os.environ.get(PROGRAM_VARIABLE)
     if selected:
@@ -131,15 +131,15 @@ def find_ffmpeg() -> Ffmpeg:
             raise UserError(
                 f'the ffmpeg program "{selected}" (${PROGRAM_VARIABLE}) has version {version}, but {_MIN_RELEASE} or '
                 "newer is required",
-                hint="set it to a newer program, or unset it to use the ffmpeg of the imageio-ffmpeg package",
+                hint=f"set ${PROGRAM_VARIABLE} to a newer program, or unset it to use the default program",
             )
         return Ffmpeg(path=selected, version=version)
-    on_path, outdated = shutil.which("ffmpeg"), None
-    if on_path:
-        version = _version(on_path, where="PATH")
+    path, outdated_program = shutil.which("ffmpeg"), None
+    if path:
+        version = _version(path, where="PATH")
         if has_version(version, MIN_VERSION):
-            return Ffmpeg(path=on_path, version=version)
-        outdated = f"{on_path} {version}"
+            return Ffmpeg(path=path, version=version)
+        outdated_program = f"{path} {version}"
     try:
         import imageio_ffmpeg
     except ImportError:
@@ -155,10 +155,11 @@ def find_ffmpeg() -> Ffmpeg:
             bundled_path = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError as error:
             raise UserError(
-                f"the imageio-ffmpeg package has no ffmpeg program: {error}",
+                f"the imageio-ffmpeg package does not contain an ffmpeg program: {error}",
                 hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
-    return Ffmpeg(bundled_path, _version(bundled_path, where="the imageio-ffmpeg package"), outdated=outdated)
+    version = _version(bundled_path, where="the imageio-ffmpeg package")
+    return Ffmpeg(bundled_path, version, outdated_program=outdated_program)
 
 
 def version_mismatch(version: str) -> str | None:
@@ -217,7 +218,7 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
     """Check that a program can encode with a codec, by encoding four frames.
 
     Raises:
-        UserError: The program lacks the encoder, or the encoder lacks its hardware.
+        UserError: The program lacks the encoder, or the machine lacks the hardware that the encoder requires.
         FailedWork: The program was killed.
     """
     encoder = CODECS[codec_name].encoder
@@ -257,22 +258,22 @@ def run(
         on_poll: Function to call about ten times a second, for progress reports.
     """
     # Read the output from a pipe: a message about a full disk could not be written to a file.
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
     try:
         process = subprocess.Popen(
             list(arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=writing,
+            stderr=write_end,
             process_group=0,
             preexec_fn=die_with_parent,
         )
         begin_s, timed_out, head, tail = time.monotonic(), False, b"", b""
         try:
             while (exit_state := _wait(process, _POLL_S)) is None:
-                head, tail = _read_ends(reading, head, tail)
+                head, tail = _read_ends(read_end, head, tail)
                 on_poll()
                 if time.monotonic() - begin_s > limit_s:
                     timed_out = True
@@ -280,10 +281,10 @@ def run(
         finally:
             if process.returncode is None:
                 exit_state = _kill_group(process)
-        head, tail = _read_ends(reading, head, tail)
+        head, tail = _read_ends(read_end, head, tail)
     finally:
-        os.close(reading)
-        os.close(writing)
+        os.close(read_end)
+        os.close(write_end)
     assert exit_state is not None
     return_code, cpu_s = exit_state
     head_text, tail_text = (content.decode("utf-8", "replace").strip() for content in (head, tail))
@@ -366,8 +367,8 @@ def cause(text: str) -> str:
 
     This is the first line about damage or an operating system error that is not only a consequence of another error. If
     there is no such line, it is the first line that is not a consequence. If every line is a consequence, it is the
-    first line about damage or a system error, or the first line. Memory addresses are removed: `[in#0/mpegts @
-    0x5616b5]` becomes `mpegts`.
+    first line about damage or a system error or, failing that, the first line. Memory addresses are removed:
+    `[in#0/mpegts @ 0x5616b5]` becomes `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

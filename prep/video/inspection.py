@@ -37,21 +37,21 @@ _MAX_PATTERN = 32  # maximum length of a GOP that is printed in full, in frames
 _MAX_PATTERNS = 4  # maximum number of different GOPs, or of runs in a long GOP, that are printed
 
 
-def chunk_report(shard: CommittedShard, number: int, data_dir: Path) -> Report:
-    """Return the report on one chunk.
+def chunk_report(shard: CommittedShard, index: int, data_dir: Path) -> Report:
+    """Return the report on the chunk in row `index` of a shard.
 
     Raises:
         UserError: The chunk cannot be read.
     """
-    row = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
+    row = {name: shard.index[name][index].as_py() for name in shard.index.column_names}
     key = row["key"]
     try:
-        description = json.loads(shard.read(number, "json"))
+        description = json.loads(shard.read(index, "json"))
     except (DamagedTar, OSError, ValueError) as error:
         raise UserError(f"{key} cannot be read: {error}", hint="run `prep verify` to find what is damaged") from None
     begin_s, end_s = (float(np.divide(*description[name])) for name in ("begin_s", "end_s"))
     members = {
-        extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
+        extension: dict(zip(("offset", "size"), shard.member_range(index, extension), strict=True))
         for extension in shard.extensions
     }
     path = None
@@ -186,7 +186,7 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
         if json_values[name] != expected[name]
     ]
     if expected["key"] != row["key"]:
-        differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index, expected {expected['key']!r}"))
+        differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index instead of {expected['key']!r}"))
     if (end_s - begin_s) * fps != row["num_frames"]:
         message = f"begin_s and end_s do not match {count_noun(row['num_frames'], 'frame')}"
         differences.append((DeepCode.JSON_DIFFERS, message))
@@ -210,9 +210,9 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
             if frame.pts is None or frame.time_base is None or frame.pts * frame.time_base * fps != num_decoded:
                 return num_decoded, (DeepCode.FRAMES_DIFFER, f"frame {num_decoded} has unexpected pts {frame.pts}")
             if (frame.width, frame.height) != size:
-                message = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, expected {size[0]}x{size[1]}"
+                message = f"frame {num_decoded} has {frame.width}x{frame.height} pixels instead of {size[0]}x{size[1]}"
                 return num_decoded, (DeepCode.FRAMES_DIFFER, message)
             num_decoded += 1
     if num_decoded != row["num_frames"]:
-        return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decoded, expected {row['num_frames']}")
+        return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decoded instead of {row['num_frames']}")
     return num_decoded, None

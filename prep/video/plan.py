@@ -5,9 +5,9 @@ files are opened. With `--cut shots`, a video whose shots have not been detected
 existing chunks are kept. The code processes tables by column, and updates the hash of each shard only once, so that
 planning ten million chunks takes seconds.
 
-If an encoder pass is unchanged, a worker copies its chunks from stored tars: from the tar of the shard, and from the
-tars of shards that contained a video before it was removed, renamed or moved to a different split. `find_changes` finds
-these chunks before the run, by comparing the plan with the indexes.
+If the encoder pass of a span is unchanged, a worker copies the chunks of the span from a stored tar: from the tar of
+the same shard, or of a shard that contained the video before the video was removed, renamed or moved to a different
+split. `find_changes` finds these chunks before the run, by comparing the plan with the indexes.
 """
 
 import hashlib
@@ -93,7 +93,8 @@ class ShotsOfVideo:
 
     Attributes:
         is_detected: True if the shots are known.
-        left_out_s: (begin, end) in seconds of each part that no chunk covers; empty if the shots are unknown.
+        left_out_s: (begin, end), in seconds, of each part of the video that no chunk covers; empty if the shots are
+            unknown.
     """
 
     is_detected: bool
@@ -101,7 +102,7 @@ class ShotsOfVideo:
 
 
 class Videos:
-    """The table of videos of a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
+    """Table of the videos in a manifest (clipmill.manifests.schema.VIDEOS), open for reading.
 
     Attributes:
         ids: ID of each video.
@@ -113,10 +114,10 @@ class Videos:
 
         Args:
             file: Open table, which must stay open while this object is in use.
-            path: Path of the table, for messages.
+            path: Path of the table, used in messages.
         """
         self._file, self._path, self._lock = file, path, Lock()
-        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._ends = np.cumsum(np.array(sizes, np.int64))
         self._read_group = lru_cache(1)(self._read)
         self.ids, self.splits = as_array(self.column("video_id")), as_array(self.column("split"))
@@ -157,14 +158,14 @@ class Plan:
     Attributes:
         layout: Layout that assigns every span to a shard. It must be written before the work begins.
         shards: Shards, in the order of their IDs.
-        unusable: Number of unusable videos by failure code, according to their probes or to the detection of their
-            shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and its
-            missing chunks will fail with a failure code.
+        num_unusable: Number of unusable videos by failure code, according to their probes or to the detection of their
+            shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and each of
+            its missing chunks will be recorded as a failure.
         shots: Known shots of the videos, and the videos without known shots; None with `--cut even`.
         cutting: Division of all videos into chunks.
         probes: Probes of the videos, one row per video.
         num_frames: Number of output frames of each video, int64; 0 if it is unusable.
-        video_rows: For each span of the plan, the manifest row of its video, int64.
+        video_rows: Manifest row of the video of each span in the plan, int64 [spans].
     """
 
     def __init__(
@@ -199,9 +200,9 @@ class Plan:
         self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.required
         self.video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
-        self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
+        self.num_unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         if shots is not None:
-            self.unusable.update(shots.failures[row][0] for row in shots.failures)
+            self.num_unusable.update(shots.failures[row][0] for row in shots.failures)
         self.has_captions = bool(pc.any(pc.greater(videos.column("num_captions"), 0)).as_py())
         self.shards = list(self._plan_shards(rows, stored, retry_codes))
 
@@ -230,7 +231,7 @@ class Plan:
             yield SpanPlan(**video, source=source, span=span, fingerprint=fingerprint)
 
     def span_keys(self, rows: range) -> list[tuple[str, str]]:
-        """Return the video ID and the fingerprint of the encoder pass of each span in the given rows."""
+        """Return (video ID, fingerprint of the encoder pass) for each span in the given rows of the plan."""
         videos = pa.array(self.video_rows[rows.start : rows.stop])
         ids, sources = self._videos.ids.take(videos), self.probes.select(["fingerprint"]).take(videos)[0]
         keys = []
@@ -257,14 +258,14 @@ class Plan:
         return list(self._failures_of(np.asarray(pc.is_valid(self.probes["code"])) & ~self._is_unusable))
 
     def _failures_of(self, is_failed: np.ndarray) -> Iterator[Failure]:
-        """Yield the probe failures of the videos that the mask `is_failed` selects, bool [videos]."""
+        """Yield the probe failures of the videos that `is_failed` (mask, bool [videos]) selects."""
         rows = np.flatnonzero(is_failed)
         reasons = self.probes.select(["code", "message"]).take(pa.array(rows)).to_pylist()
         for reason, video in zip(reasons, self._videos.take(rows, "video_id", "path").to_pylist(), strict=True):
             yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
-        """Return the number of videos with notes on unusual properties, and the notes of the first few, by ID."""
+        """Return the number of videos with notes on unusual properties, and the first videos' notes by video ID."""
         rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self.probes["notes"], ""), False)))
         first = pa.array(rows[:max_videos])
         notes = (text.splitlines() for text in self.probes["notes"].take(first).to_pylist())
@@ -330,8 +331,8 @@ class Plan:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
-        has_code = np.flatnonzero(pc.is_valid(self.probes["code"]))
-        unreadable = frozenset(self._videos.ids.take(pa.array(has_code)).to_pylist())
+        rows_with_code = np.flatnonzero(pc.is_valid(self.probes["code"]))
+        unreadable_videos = frozenset(self._videos.ids.take(pa.array(rows_with_code)).to_pylist())
         begins, ends = bounds[:-1], bounds[1:]
         splits = self.layout["split"].take(pa.array(layout_rows[begins])).to_pylist()
         chunks_of_spans = np.minimum(self._num_chunks[self.video_rows] - self._span_index * SPAN_CHUNKS, SPAN_CHUNKS)
@@ -363,7 +364,7 @@ class Plan:
             what_changed="its videos, their files or their captions",
             orphaned_because="the videos are no longer in the manifest",
             retry_codes=retry_codes,
-            unreadable=unreadable,
+            unreadable=unreadable_videos,
             held=HeldShards(held_shards, _HELD_REASON if self.shots is None else _HELD_SHOTS_REASON),
         )
 
@@ -448,7 +449,7 @@ def find_changes(plan: Plan, commits: Mapping[int, Commit], variant_dir: Path) -
     shard_ids = [shard.shard_id for shard in plan.shards if shard.state in (*_COMPARED_STATES, ShardState.ORPHANED)]
     stored = stored_spans(variant_dir, commits, shard_ids=shard_ids)
     spans_of_shard = {tar.commit.shard_id: spans for tar, spans in stored.items() if tar.commit is not None}
-    # The last tar that contains a span is used. The order is reversed, so that tars with a commit come last.
+    # If several tars contain a span, the last one is used. The order is reversed, so that tars with a commit come last.
     tars = {
         fingerprint: (tar, spans.chunk_bytes)
         for tar, spans in reversed(stored.items())
@@ -484,7 +485,7 @@ def _compare_shard(
 
     Args:
         stored: Spans in the tar of the shard.
-        tars: All tars from which spans can be copied.
+        tars: All tars from which spans can be copied, by span fingerprint.
         has_moved_videos: True if the split of a video in the shard has changed.
     """
     # A span can be copied if any tar contains its fingerprint, even if its video had a different name.
@@ -518,7 +519,7 @@ def _compare_shard(
 
 
 def _compare_new_shard(plan: Plan, shard: ShardPlan, tars: _Tars) -> ShardChange | None:
-    """Return the change of a new, missing or damaged shard; None if no tar contains any of its chunks."""
+    """Return the change to a new, missing or damaged shard; None if no tar contains any of its chunks."""
     keys = plan.span_keys(shard.rows)
     copied_from = [tars[fingerprint] for _, fingerprint in keys if fingerprint in tars]
     other_tars = tuple(dict.fromkeys(tar for tar, _ in copied_from))
@@ -566,16 +567,16 @@ def stored_spans(
     spans_of_tar: dict[StoredTar, StoredSpans] = {}
     with Activity(title) as activity, ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
         show = activity.counter(title)
-        for number, (tar, spans) in enumerate(
-            zip(tars, pool.map(lambda tar: _spans_in(variant_dir, tar), tars), strict=True), 1
+        for num_compared, (tar, spans) in enumerate(
+            zip(tars, pool.map(lambda tar: _read_spans(variant_dir, tar), tars), strict=True), 1
         ):
-            show(number, len(tars))
+            show(num_compared, len(tars))
             if spans is not None:
                 spans_of_tar[tar] = spans
     return spans_of_tar
 
 
-def _spans_in(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
+def _read_spans(variant_dir: Path, stored: StoredTar) -> StoredSpans | None:
     """Return the spans in a tar; None if its index cannot be read."""
     tar = variant_dir / stored.tar
     try:

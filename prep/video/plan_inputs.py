@@ -1,8 +1,8 @@
-"""Read the inputs of a `video` plan, turn the plan into a job for the driver, and compute the chunks still to be made.
+"""Read the inputs of a `video` plan, turn the plan into a job for the driver, and find the chunks still to be made.
 
 `make_plan` probes the sources; on a cluster, it probes them in the workers. `add_missing_shots` detects the shots that
-are missing in a plan, and plans again. `pending_chunks`, for the commands that maintain a data folder, uses only stored
-records.
+are missing from a plan, and plans again. `pending_chunks` serves the commands that maintain a data folder, and uses
+only stored records.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +123,7 @@ def make_plan(
         retry_codes: Codes of failures to retry even if nothing changed. If it is not empty, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
-        part_run: Part of a run, whose parts share the probing; None for a command without `--part`.
+        part_run: Part of a run in which all parts share the probing; None for a command without `--part`.
     """
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)
     divide = None
@@ -208,7 +208,7 @@ def _plan_shards(
 
 
 def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInputs:
-    """Detect the shots that are missing in the plan, and plan again; return `planned` if no shots are missing.
+    """Detect the shots that are missing from the plan, and plan again; return `planned` if no shots are missing.
 
     The caller must hold the lock of the column.
     """
@@ -255,7 +255,7 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
 
 
 def left_out_values(plan: Plan) -> dict[str, Any]:
-    """Return totals of the shots or tails that no chunk contains, as JSON values; empty if the plan cannot omit any."""
+    """Return totals of the omitted shots or tails, as JSON values; empty if the settings never omit frames."""
     if plan.shots is None and plan.recipe.settings.tail != "drop":
         return {}
     cutting = plan.cutting
@@ -300,7 +300,7 @@ def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "
     """Write the layout of the plan and return the plan as a job for the driver.
 
     Args:
-        scratch_bytes: Maximum total size of the copies of remote sources on a node; None for most of the free space.
+        scratch_bytes: Maximum total size of the copies of remote sources on a node; None to use most of the free space.
     """
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
@@ -349,11 +349,11 @@ def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """The row groups of the caption table with the captions of each video, so that workers read only these groups.
+    """Row groups of the caption table that contain the captions of each video, so that workers read no other groups.
 
     Attributes:
         begins: First entry of each video in `groups`, followed by the total number of entries, int64 [videos + 1].
-        groups: Row groups of one video after another, in ascending order, int32.
+        groups: Row groups of all videos, one video after another, in ascending order for each video, int32 [entries].
     """
 
     begins: np.ndarray
@@ -369,28 +369,28 @@ def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
     """Find the row groups that contain captions of each video, by reading the ID column of the caption table once."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     pending: list[pa.Array] = []  # distinct video IDs of each row group that has not been looked up yet
-    numbers: list[int] = []  # numbers of these row groups
+    pending_groups: list[int] = []  # indices of these row groups
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
             ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
             pending.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
-            numbers.append(group)
+            pending_groups.append(group)
             if sum(map(len, pending)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
                 continue
-            group_of_id = np.repeat(np.asarray(numbers, np.int32), list(map(len, pending)))
+            group_of_id = np.repeat(np.asarray(pending_groups, np.int32), list(map(len, pending)))
             positions = pc.index_in(pa.chunked_array(pending, pa.string()), value_set=video_ids)
             rows = np.asarray(pc.fill_null(positions, -1)).astype(np.int64)
             videos.append(rows[rows >= 0])
             groups.append(group_of_id[rows >= 0])
-            pending, numbers = [], []
+            pending, pending_groups = [], []
     all_videos, all_groups = np.concatenate(videos), np.concatenate(groups)
     begins = np.concatenate([[0], np.cumsum(np.bincount(all_videos, minlength=len(video_ids)))])
     return CaptionGroups(begins, all_groups[np.argsort(all_videos, kind="stable")])
 
 
 def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the number of chunks of each video, a mask of known numbers, and the number of videos without shots.
+    """Return (number of chunks of each video, mask of the known numbers, number of videos whose shots are undetected).
 
     Paths and probes, which take gigabytes for millions of videos, stay in memory only during this function.
     """
@@ -409,7 +409,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     """Return the missing part of a variant, without checking whether its sources have changed.
 
     Raises:
-        UserError: There is no manifest, the recipe has a different version, or the layout is damaged.
+        UserError: The manifest is missing, the recipe has a different schema, or the layout is damaged.
     """
     if not has_manifest(data_dir):
         raise UserError(
@@ -435,8 +435,8 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     )
     pending = pending_of(plan.shards)
     left_out = tuple(left_out_lines(left_out_values(plan), cut=recipe.settings.cut))
-    names = {str(ShardState.NEW): str(ShardState.MISSING)}  # in a variant, a shard without a commit is missing
-    to_make = {names.get(state, state): count for state, count in pending.to_make.items()}
+    state_names = {str(ShardState.NEW): str(ShardState.MISSING)}  # in a variant, a shard without a commit is missing
+    to_make = {state_names.get(state, state): count for state, count in pending.to_make.items()}
     return replace(pending, to_make=to_make, left_out=left_out)
 
 

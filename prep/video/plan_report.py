@@ -1,10 +1,10 @@
-"""The reports of `prep plan`: the work of a run, its reasons and its cost; with `--explain`, one chunk or video.
+"""The reports of `prep plan`: the work of a run, its reasons and its cost or, with `--explain`, one chunk or video.
 
 Core-hours come from a model with two terms: the cost of reading is proportional to the number of source pixels, and the
-cost of writing is proportional to the number of output pixels. Both were fitted to runs on natural videos. Trial
+cost of writing is proportional to the number of output pixels. Both terms were fitted to runs on natural videos. Trial
 encodes (`run_trials`) correct them for this machine and these videos. The number of bytes follows from the bitrate, or
-from measured averages, which the trials also correct. If shards are already committed, their mean is used, because it
-is more accurate.
+from measured averages, which the trials also correct. If shards are already committed, their mean number of bytes per
+second is used, because it is more accurate.
 """
 
 import math
@@ -72,19 +72,19 @@ _FRAME_BYTES = 17  # size of a row in the packet table of the index
 _INDEX_BYTES_PER_S = 3e8  # number of source bytes that prep index reads per core-second
 _INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members, and of each frame in it
 _NO_RANGE = (1.0, 1.0, 1.0)
-_NUM_VIDEOS = 3  # number of videos in trials, in addition to the heaviest
+_NUM_VIDEOS = 3  # number of videos to encode in trials, in addition to the heaviest video
 _SHORT_S, _LONG_S = 1.0, 4.0  # lengths of the two encoded sections of each video
-OnSection = Callable[[str, Sequence[Path]], None]  # function of a video ID and the files of an encoded section
+OnSection = Callable[[str, Sequence[Path]], None]  # takes a video ID and the files of an encoded section
 _IGNORE: OnSection = lambda video_id, segments: None  # noqa: E731
 _MAX_COPY_BYTES = 512 << 20  # maximum size of a source that is copied for trials
-# Reasons to make or remove shards into which or from which videos move, by state and by whether all videos move.
+# Reasons to make or remove shards that gain or lose videos, by state and by whether all videos of the shard move.
 _MOVE_REASONS = {
     (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
     (ShardState.ORPHANED, True): "the split of the videos has changed",
     (ShardState.ORPHANED, False): "the videos are no longer in the manifest, or their split has changed",
 }
-# States of shards whose files are not overwritten: `prep gc` removes them.
+# States of shards whose old files stay on disk until the user runs `prep gc`.
 _REPLACED_STATES = (ShardState.CHANGED, ShardState.RETRY, ShardState.ORPHANED)
 
 
@@ -144,7 +144,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
                 is_copied = is_remote(span.path) or not Timeline.from_json(span.source.timeline).is_continuous
                 if is_copied and span.source.size_bytes > _MAX_COPY_BYTES:
                     size = size_text(span.source.size_bytes)
-                    message = f"{span.path} has {size}, but a plan copies up to {size_text(_MAX_COPY_BYTES)}"
+                    message = f"{span.path} takes {size}, but a plan copies at most {size_text(_MAX_COPY_BYTES)}"
                     raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message)
                 path, source = sources.continuous(sources.path_of(span.path), span.source, keeps_audio=keeps_audio)
                 sections, local_span = ((_SHORT_S, _IGNORE), (_LONG_S, on_section)), replace(span, source=source)
@@ -159,7 +159,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
             except OSError as error:
                 skip_reasons.append(f"{span.path}: {error.strerror or error}")
                 continue
-            # The difference between two sections excludes the cost of starting the encoder.
+            # The difference between the costs of the two sections excludes the cost of starting the encoder.
             (short_s, short_core_s, short_bytes), (long_s, long_core_s, long_bytes) = costs
             if long_s > short_s:
                 extra_s = long_s - short_s
@@ -195,7 +195,7 @@ def _measure_section(
 def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the lowest and the highest ratio of measured to expected costs.
 
-    The range extends by at least a fifth to each side, because a few videos represent many videos.
+    The range extends at least a fifth of the median to each side, because the trials cover only a few videos.
     """
     ratios = np.asarray(measured) / np.asarray(expected)
     median = float(np.median(ratios))
@@ -292,7 +292,7 @@ def estimate_of(planned: PlanWithInputs) -> Estimate:
     if plan.recipe.settings.codec == INDEXED:
         cost = _index_estimate(plan, rows)
         return add_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
-    work, load = plan.workload(rows), os.getloadavg()[0]  # read before the trials increase it
+    work, load = plan.workload(rows), os.getloadavg()[0]  # read the load before the trials increase it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
     cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
     cost = replace(cost, lacking_trials=trials.skip_reasons)
@@ -350,7 +350,7 @@ def _bytes_per_second(planned: PlanWithInputs) -> float | None:
 
 
 def estimate_lines(cost: Estimate) -> list[str]:
-    """Return the lines of a report about the cost of a plan."""
+    """Return the report lines about the cost of a plan."""
     if not cost.video_hours:
         return []
     core_hours, size = duration_text(3600 * cost.core_hours), size_text(round(cost.size_bytes))
@@ -368,7 +368,7 @@ def estimate_lines(cost: Estimate) -> list[str]:
         lines.append(f"         {range_text(shortest, idle)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         subject = "some trials were" if cost.num_trials else "all trials were"
-        basis = "" if cost.num_trials else "; the estimate is based on averages of other machines and videos"
+        basis = "" if cost.num_trials else "; the estimate is based on averages from other machines and videos"
         lines.append(f"         {subject} omitted: {on_one_line(cost.lacking_trials[0])}{basis}")
     return lines
 
@@ -383,8 +383,8 @@ def plan_report(planned: PlanWithInputs) -> Report:
         captions_path(planned.data_dir)  # verifies the table, because a run requires it
     plan, cost, differences = planned.plan, estimate_of(planned), differences_from_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
-    # Replace the generic reason of a state with the specific reason for a shard, if the plan knows it.
-    moved = plan.shards_of_moved_videos(planned.commits)
+    # Replace the generic reason of a state with the specific reason for a shard, if it is known.
+    moved_shards = plan.shards_of_moved_videos(planned.commits)
     if planned.commits:
         new_reason = "new videos, or videos that have become longer"
     else:
@@ -393,9 +393,9 @@ def plan_report(planned: PlanWithInputs) -> Report:
     reasons = {shard.shard_id: new_reason for shard in plan.shards if shard.state == ShardState.NEW}
     reasons |= {shard_id: change.reason for shard_id, change in planned.changes.items() if change.reason}
     reasons |= {
-        shard.shard_id: _MOVE_REASONS[shard.state, moved[shard.shard_id]]
+        shard.shard_id: _MOVE_REASONS[shard.state, moved_shards[shard.shard_id]]
         for shard in plan.shards
-        if shard.shard_id in moved and shard.state in (ShardState.NEW, ShardState.ORPHANED)
+        if shard.shard_id in moved_shards and shard.state in (ShardState.NEW, ShardState.ORPHANED)
     }
     lines += states_lines(plan.shards, reasons=reasons, verb=(column := column_of(plan.recipe)).verb)
     lines += failure_lines(
@@ -455,7 +455,7 @@ def plan_report(planned: PlanWithInputs) -> Report:
         "num_videos": plan.num_videos,
         "num_chunks": plan.num_chunks,
         **states_values(plan.shards),
-        "unusable_videos": dict(plan.unusable),
+        "unusable_videos": dict(plan.num_unusable),
         "lost_sources": codes,
         "failures": dict(Counter(failure.code for failure in failures)),
         "estimate": asdict(cost),
@@ -491,7 +491,7 @@ def retry_lines(failures: Sequence[Failure], planned: PlanWithInputs) -> list[st
 
 
 def _undetected_shots(plan: Plan) -> Addition:
-    """Return the lines of a report about videos whose shots the run must detect first; empty with `--cut even`."""
+    """Return the report lines about videos whose shots the run must detect first; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
     videos = plan.shots.undetected
@@ -500,23 +500,23 @@ def _undetected_shots(plan: Plan) -> Addition:
     source_megapixels = lengths_s * width * height * fps / 1e6
     core_s = source_megapixels * _DECODE_S_PER_MEGAPIXEL + lengths_s * fps * _DETECT_S_PER_FRAME
     num_videos, seconds, core_hours = len(videos), float(lengths_s.sum()), float(core_s.sum()) / 3600
-    first = plan.video_ids(videos[:MAX_ENTRIES].tolist())
+    first_ids = plan.video_ids(videos[:MAX_ENTRIES].tolist())
     values = {
         "num_undetected_videos": num_videos,
         "undetected_s": seconds,
         "detection_core_hours": core_hours,
-        "first_undetected_videos": first,
+        "first_undetected_videos": first_ids,
     }
     lines = [
         f"unknown  {count_noun(num_videos, 'video')}, {duration_text(seconds)}: shots not detected yet;"
         f" prep chunk detects them first, in about {duration_text(3600 * core_hours)} of CPU time",
-        f"         {video_list_text(first, num_all=num_videos)}",
+        f"         {video_list_text(first_ids, num_all=num_videos)}",
     ]
     return Addition(lines if num_videos else [], values)
 
 
 def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
-    """Return the lines of a report about time that splits lose to captions of other splits; empty if none is lost."""
+    """Return the report lines about time that splits lose to captions of other splits; empty if no time is lost."""
     divided = read_divided_videos(planned.data_dir)
     if divided is None:
         return Addition([], {})
@@ -524,8 +524,8 @@ def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
     rows = np.flatnonzero(np.isin(plan.video_rows, divided.video))
     video, times_us = list[int](), list[tuple[int, int]]()
     for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
-        firsts = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
-        times_us += pairwise(round(first * us_per_frame) for first in firsts)
+        boundaries = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
+        times_us += pairwise(round(frame * us_per_frame) for frame in boundaries)
         video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
     begin_us, end_us = np.array(times_us, np.int64).reshape(-1, 2).T
     splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()

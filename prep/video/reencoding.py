@@ -1,11 +1,11 @@
-"""Compute the advice of `prep advise` on an index: after how many visits re-encoding saves more CPU time than it costs.
+"""Compute the advice of `prep advise` for an index: how many visits make re-encoding save more CPU time than it costs.
 
     N = E / (C x (a - r))      number of visits to each clip after which re-encoding pays off
 
-E is the CPU time of encoding all videos with a recipe, and C is the number of clips. a is the CPU time of reading and
-decoding a clip from the original source, measured on clips from random chunks; r is the CPU time for chunks made with
-the recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`), whose sections are
-decoded like chunks.
+E is the CPU time for encoding all videos with a recipe, and C is the number of clips. a and r are the CPU times for
+reading and decoding a clip: a from the original source, measured on clips from random chunks, and r from a chunk made
+with the recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`). The encoded sections
+are decoded like chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,10 +85,11 @@ class _Chunk:
 
     Attributes:
         length_s: Length in seconds.
-        frame_at: Function that takes a time in seconds from the start, and returns the number of the frame shown.
-        read: Function that takes frame numbers, and reads the packets that these frames require.
+        frame_at: Function that takes a time in seconds from the start of the chunk, and returns the index of the frame
+            shown at this time.
+        read: Function that takes frame indices, and reads the packets that these frames require.
         is_strict: True to raise errors that the decoder could otherwise conceal.
-        upright: Filter that rotates the decoded frames upright.
+        upright_filter: Filter that rotates the decoded frames upright.
     """
 
     video_id: str
@@ -98,11 +99,11 @@ class _Chunk:
     codec: str
     extradata: bytes
     is_strict: bool
-    upright: UprightFilter
+    upright_filter: UprightFilter
 
 
 def measure_sources(variant: Variant) -> ClipCost:
-    """Measure reading, decoding and resizing clips from random chunks of an index.
+    """Measure the cost of reading, decoding and resizing clips from random chunks of an index.
 
     Raises:
         UserError: A source has changed or cannot be read.
@@ -162,7 +163,7 @@ def _section_chunk(path: Path, video_id: str, *, recipe: Recipe) -> _Chunk:
 
 
 def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
-    """Measure clips of chunks, one clip per chunk in each round. The first clip is a warm-up, and is not counted."""
+    """Measure the cost of clips, one clip per chunk in each round. The first clip is a warm-up, and is not counted."""
     import av.error
 
     random, decoder, videos = Random(0), PacketDecoder(), set[str]()
@@ -174,11 +175,11 @@ def _measure(chunks: Sequence[_Chunk], *, clips_per_chunk: int) -> ClipCost:
         started_s = process_time()
         try:
             packets = chunk.read(frames)
-            for number, frame in decoder.decode(
+            for index, frame in decoder.decode(
                 codec=chunk.codec, extradata=chunk.extradata, packets=packets, is_strict=chunk.is_strict
             ):
-                if number in frames:
-                    _resize(chunk.upright.apply(frame))
+                if index in frames:
+                    _resize(chunk.upright_filter.apply(frame))
         except (DamagedPacket, Damaged, OSError, Inaccessible, ValueError, av.error.FFmpegError) as error:
             raise UserError(
                 f"a clip of video {chunk.video_id} cannot be read: {error}", hint="run `prep index` again"
@@ -200,20 +201,20 @@ def _resize(frame: "VideoFrame") -> None:
     for plane in (frame if "420p" in frame.format.name else frame.reformat(format="yuv420p")).planes:
         picture = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)[: plane.height, : plane.width]
         side = _SIZE_PX if plane.width == frame.width else _SIZE_PX // 2
-        shrinks_much = max(picture.shape) >= 2 * side
-        cv2.resize(picture, (side, side), interpolation=cv2.INTER_AREA if shrinks_much else cv2.INTER_LINEAR)
+        interpolation = cv2.INTER_AREA if max(picture.shape) >= 2 * side else cv2.INTER_LINEAR
+        cv2.resize(picture, (side, side), interpolation=interpolation)
 
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """Cost of clips from chunks made with a recipe, and cost of encoding all videos of the index with this recipe."""
+    """Cost of clips from chunks made with a recipe, and cost of encoding all indexed videos with this recipe."""
 
     clips: ClipCost
     encoding: Estimate
 
     @property
     def encoding_s(self) -> float:
-        """CPU time of encoding all videos in seconds."""
+        """CPU time for encoding all videos, in seconds."""
         return 3600 * self.encoding.core_hours
 
 
@@ -298,14 +299,14 @@ class Advice:
         measured = f"{count_noun(self.sources.num_clips, 'clip')} of {count_noun(self.sources.num_videos, 'video')}"
         yield ""
         yield (
-            f"measured  as they are: {measured} in {self.sources.cpu_s:.1f} s of CPU time; a clip has 4 frames of 1 to"
-            " 4 s, which are read, decoded and resized to 224 pixels"
+            f"measured  as they are: {measured} in {self.sources.cpu_s:.1f} s of CPU time; a clip lasts 1 to 4 s, and 4"
+            " of its frames are read, decoded and resized to 224 pixels"
         )
         for name, recipe in self.recipes.items():
             trials, section = recipe.encoding.num_trials, recipe.clips
             yield (
                 f"          {name}: 5 s of {count_noun(trials, 'video')} encoded, "
-                f"{count_noun(section.num_clips, 'clip')} in {section.cpu_s:.1f} s; encoding is estimated from these"
+                f"{count_noun(section.num_clips, 'clip')} in {section.cpu_s:.1f} s; the encoding time is an estimate"
             )
         visit_text = f"a visit to each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
         num_visits = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}

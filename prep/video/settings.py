@@ -19,7 +19,7 @@ from clipmill.shards.columns import INDEXED
 if TYPE_CHECKING:
     from clipmill.prep.sources.detector import Detector
 
-RECIPE_SCHEMA = 4  # increment it when the same settings produce different bytes than before
+RECIPE_SCHEMA = 4  # increment this number when the same settings produce different bytes than before
 SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 
@@ -29,7 +29,7 @@ Audio = Literal["drop", "keep"]
 Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 Cut = Literal["even", "shots"]
 _FPS = Range(1, 240)
-SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if `cut` is not shots
+SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if `cut` is not "shots"
 
 
 class ChunkTiming:
@@ -39,7 +39,7 @@ class ChunkTiming:
     fps: str
 
     def timing_errors(self) -> Iterator[UserError]:
-        """Yield errors about invalid lengths and rates, and about chunks without a whole number of frames."""
+        """Yield errors about invalid lengths and frame rates, and about a fractional number of frames per chunk."""
         if parse_errors := [*errors_of(lambda: self.len_s), *errors_of(lambda: self.fps_exact)]:
             yield from parse_errors
             return
@@ -87,7 +87,7 @@ class ChunkSettings(ChunkTiming, Checked):
     Attributes:
         crf: Constant rate factor; None if `bitrate` is set.
         preset: Speed preset; None if the encoder has no presets.
-        detector, threshold, min_scene_len, min_len: Settings for shots; None if `cut` is not "shots".
+        detector, threshold, min_scene_len, min_len: Settings of `--cut shots`; None if `cut` is not "shots".
 
     Raises:
         UserError: The codec does not support a value, or two settings conflict.
@@ -191,7 +191,7 @@ class ChunkSettings(ChunkTiming, Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings(ChunkTiming, Checked):
-    """Settings of `prep index`, whose packets stay in the source files.
+    """Settings of `prep index`, which leaves the packets in the source files.
 
     Attributes:
         len: Length of a chunk, such as "15s".
@@ -206,7 +206,7 @@ class IndexSettings(ChunkTiming, Checked):
     audio: ClassVar[Audio] = "keep"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors about invalid lengths and rates."""
+        """Yield errors about invalid lengths and frame rates."""
         return self.timing_errors()
 
 
@@ -214,10 +214,10 @@ ResolvedRecipe = Recipe[ChunkSettings]
 
 
 def _seconds(flag: str, length: str) -> Fraction:
-    """Return the exact number of seconds in a length such as 15s or 500ms.
+    """Return the exact number of seconds in a length such as "15s" or "500ms".
 
     Raises:
-        UserError: `length` is not a length, or not a whole number of milliseconds.
+        UserError: `length` is not a valid length, or not a whole number of milliseconds.
     """
     seconds = parse_length(length, flag=flag)
     if (seconds * 1000).denominator != 1:
@@ -233,7 +233,7 @@ def canonical_length(flag: str, length: str) -> str:
     """Return the canonical form of a length: in seconds if it is a whole number of seconds, otherwise in milliseconds.
 
     Raises:
-        UserError: `length` is not a length, or not a whole number of milliseconds.
+        UserError: `length` is not a valid length, or not a whole number of milliseconds.
     """
     length_s = _seconds(flag, length)
     return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"

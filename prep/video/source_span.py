@@ -1,6 +1,6 @@
 """Make the chunks of one span for `prep index`: find the source packets that each chunk requires, and the frame times.
 
-A chunk has all packets from the key frame on which its first frame depends to the last packet that its last frame
+A chunk contains all packets from the key frame on which its first frame depends to the last packet that its last frame
 requires. Therefore a packet near a chunk boundary may belong to two chunks.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _CONTAINERS = ("mp4", "matroska")  # parts of the names of libav's demuxers
 _CODECS = ("h264", "hevc", "vp9", "av1")
-_SEARCHED_BYTES = 4096  # range searched for a packet's content, longer than the headers of a Matroska block
+_SEARCHED_BYTES = 4096  # number of bytes to search for a packet's content; more than the headers of a Matroska block
 _MAX_LEAD_S = 120  # maximum time between the key frame that a chunk requires and the start of the chunk
 _MAX_CHUNK_BYTES = 2**32 - 1  # packet offsets have 32 bits
 _MAX_COMPARED = 32  # maximum number of packets to compare after a key frame
@@ -46,7 +46,7 @@ _NEVER_SHOWN = np.iinfo(np.int64).max  # time of a frame that is never displayed
 
 @dataclass(frozen=True)
 class SourceFacts(PacketFacts):
-    """Properties of an indexed chunk, under the names of its index fields."""
+    """Properties of an indexed chunk, named like the fields of the index."""
 
     num_frames: int
     source_offset: int
@@ -121,7 +121,7 @@ class _Source:
 
 
 def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[SourceChunk]:
-    """Return the chunks of a span of a local file.
+    """Return the chunks of one span of a video in a local file.
 
     Raises:
         SourceFailure: not_indexable, with the reason; decode_errors or source_truncated if a packet cannot be read.
@@ -153,7 +153,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     """Read all packets of a source once, and find the offset of each packet in the file."""
     probed = Timeline.from_json(timeline_json)
     if len(probed.aspects) > 1:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, "the shape of its pixels changes")
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "the pixel aspect ratio changes within the video")
     rows: list[tuple[int, int, int, int]] = []
     with (
         as_failure(FailureCode.DECODE_ERRORS, "its packets cannot be read"),
@@ -165,7 +165,8 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         codec = track.codec_context.codec.canonical_name if track.codec_context else "unknown"
         if not any(part in name for part in _CONTAINERS) or codec not in _CODECS:
             raise SourceFailure(
-                FailureCode.NOT_INDEXABLE, f"{codec} in {name}: only MP4, MOV, MKV and WebM with {', '.join(_CODECS)}"
+                FailureCode.NOT_INDEXABLE,
+                f"{codec} in {name} is not supported, only {', '.join(_CODECS)} in MP4, MOV, MKV and WebM",
             )
         extradata = bytes(track.codec_context.extradata or b"")
         first_slice = slice_reader(codec, extradata)
@@ -184,15 +185,16 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         if timeline.truncation:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.truncation)
         if timeline.track != probed.track:
-            raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks is a single frame")
+            raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks contains only one frame")
         unit, start = track.time_base or Fraction(1), timeline.start
         if changes := [note for note in timeline.notes if note.startswith("the picture changes")]:
             raise SourceFailure(FailureCode.NOT_INDEXABLE, changes[0])
     offset, size, crc32, flags = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     if (offset < 0).any():
-        number = int(np.argmax(offset < 0))
+        first_index = int(np.argmax(offset < 0))
         raise SourceFailure(
-            FailureCode.NOT_INDEXABLE, f"the bytes of packet {number} are not stored as the decoder needs them"
+            FailureCode.NOT_INDEXABLE,
+            f"packet {first_index} is not stored in the form in which the decoder requires it",
         )
     rate = lcm(unit.denominator, start.denominator)
     time = packets.times * (unit.numerator * (rate // unit.denominator)) - start.numerator * (rate // start.denominator)
@@ -254,7 +256,7 @@ def _index_chunk(
             FailureCode.NOT_INDEXABLE, f"no key frame in the {duration_text(lead_s)} before a chunk {where}"
         )
     packets = np.arange(first_packet, last_packet + 1)
-    # Leading frames of the first key frame depend on packets outside of the chunk.
+    # Omit the leading frames of the first key frame, because they depend on packets outside the chunk.
     packets = packets[(packets == first_packet) | (source.order[packets] > source.order[first_packet])]
     offset = int(source.offset[packets].min())
     if int((source.offset[packets] + source.size[packets]).max()) - offset > _MAX_CHUNK_BYTES:
@@ -264,7 +266,7 @@ def _index_chunk(
     frame[order] = np.arange(len(packets))
     frame_time = np.where(source.is_usable[sorted_packets], source.time[sorted_packets], _NEVER_SHOWN)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
-    # Store only crop, orientation and pixel aspect of the timeline, because the index has the times of the frames.
+    # Store only the crop, orientation and pixel aspect of the timeline, because the index contains the frame times.
     probed = Timeline.from_json(plan.source.timeline)
     shape = Timeline(shape=probed.shape, aspects=probed.aspects).to_json()
     facts = SourceFacts(

@@ -3,7 +3,7 @@
 The chunks are encoded, indexed in the source, or copied from stored shards if these contain intact chunks of the same
 encoder pass. If one chunk fails, the entire span fails.
 
-To check an encoded chunk, the finished file is demuxed, and the properties of the file are compared with the plan.
+An encoded chunk is checked by demuxing the finished file and comparing the properties of the file with the plan.
 """
 
 import json
@@ -187,7 +187,7 @@ def make_span(
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            # If the source has changed since it was planned, its chunks would not match the fingerprint in the plan.
+            # If the source has changed since the run was planned, its chunks would not match the planned fingerprint.
             try:
                 original = sources.path_of(plan.path)
                 fingerprint = current_fingerprint(original)
@@ -257,7 +257,7 @@ def _read_segments(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedReci
     if len(encoded.segments) != len(segments):
         raise SourceFailure(
             FailureCode.FRAMES_DIFFER,
-            f"the encoder wrote {count_noun(len(encoded.segments), 'chunk')}, expected {len(segments)}",
+            f"the encoder wrote {count_noun(len(encoded.segments), 'segment')} instead of {len(segments)}",
         )
     return [
         verify_chunk(path, num_frames=num_frames, num_source_frames=num_source, plan=plan, recipe=recipe)
@@ -330,19 +330,19 @@ class OldChunks:
             plans: Plans of the spans.
         """
         self._folder = folder
-        # By fingerprint of the span and start of the chunk in ms: MP4 file or source packets, and content of the JSON.
+        # MP4 file or source packets, and JSON content, of each chunk, by span fingerprint and chunk start in ms.
         self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:
             self._unpack(StoredTar("", commit).rows(variant_dir, fingerprints), fingerprints)
         for tar in other_tars:
-            complete = {
+            complete_spans = {
                 fingerprint
                 for fingerprint, chunks in self._stored.items()
                 if any(len(chunks) == description["span_chunks"] for _, description in chunks.values())
             }
-            if incomplete := fingerprints - complete:
-                self._unpack(tar.rows(variant_dir, incomplete), incomplete)
+            if incomplete_spans := fingerprints - complete_spans:
+                self._unpack(tar.rows(variant_dir, incomplete_spans), incomplete_spans)
 
     def _unpack(self, samples: "Iterable[SalvagedSample]", fingerprints: Collection[str]) -> None:
         for sample in samples:
@@ -366,16 +366,16 @@ class OldChunks:
         stored = self._stored.get(plan.fingerprint, {})
         chunks: dict[int, ReadyChunk | SourceChunk] = {}
         num_chunks = len(plan.span.chunk_frames)
-        for number, first_frame in enumerate(plan.span.chunk_starts()):
+        for index, first_frame in enumerate(plan.span.chunk_starts()):
             content, description = stored.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
             if content is None:
                 continue
             num_chunks = description["span_chunks"]
             if not isinstance(content, Path):  # indexed packets in a committed row need no check
-                chunks[number] = content
+                chunks[index] = content
                 continue
             try:
-                chunks[number] = verify_chunk(
+                chunks[index] = verify_chunk(
                     content,
                     num_frames=description["num_frames"],
                     num_source_frames=description["num_source_frames"],
@@ -428,12 +428,12 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is not on the {fps} fps grid: pts {packet.pts}"
                     )
-                # Readers rely on the byte ranges in the index, so each packet must be at its stated position.
+                # Readers rely on the byte ranges in the index, so each packet must be at the position in the container.
                 crc32 = zlib.crc32(memoryview(packet))
                 if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER,
-                        f"the container states a packet at byte {packet.pos}, but the bytes differ",
+                        f"the packet is not at byte {packet.pos}, the position that the container states",
                     )
                 offsets.append(packet.pos)
                 sizes.append(packet.size)

@@ -4,7 +4,7 @@ The division depends only on frame counts and shot boundaries. `shot_chunks` def
 long or too short.
 
 The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet` or, with `--cut shots`, in
-`<len>-shots-<hash>.parquet`, in which the hash identifies the settings that determine the chunks. New spans are
+`<len>-shots-<hash>.parquet`, where the hash identifies the settings that determine the chunks. New spans are
 assigned to new shards, in manifest order, one split after another.
 """
 
@@ -60,8 +60,8 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
 
     1. A shot longer than `max_frames` is divided into as few chunks as possible. Their lengths differ by at most one
        frame, so there is no short remainder.
-    2. In the order of the video, a shot shorter than `min_frames` is merged with its shorter neighbour (the
-       previous chunk or the next shot) until it is long enough, unless the result would exceed `max_frames`.
+    2. In video order, each shot shorter than `min_frames` is merged with its shorter neighbour (the previous chunk or
+       the next shot) until it is long enough. A merge that would exceed `max_frames` is not made.
     3. A shot that is still too short is omitted.
 
     Args:
@@ -76,32 +76,32 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
         bounds = [shot_begin + length * part // num_parts for part in range(num_parts + 1)]
         parts += [(begin, end - begin) for begin, end in pairwise(bounds)]
     chunks: list[tuple[int, int]] = []
-    num_left_out, number = 0, 0
-    while number < len(parts):
-        first, frames = parts[number]
-        first_number = number
-        number += 1
+    num_left_out, index = 0, 0
+    while index < len(parts):
+        first, frames = parts[index]
+        first_index = index
+        index += 1
         while frames < min_frames:
             # The last chunk is adjacent, because the shot after an omitted shot is longer than half of `max_frames`.
             previous_frames = chunks[-1][1] if chunks else max_frames
-            next_frames = parts[number][1] if number < len(parts) else max_frames
+            next_frames = parts[index][1] if index < len(parts) else max_frames
             if frames + min(previous_frames, next_frames) > max_frames:
                 break
             if previous_frames <= next_frames:
                 first, frames = chunks.pop()[0], previous_frames + frames
             else:
                 frames += next_frames
-                number += 1
+                index += 1
         if frames >= min_frames:
             chunks.append((first, frames))
         else:
-            num_left_out += number - first_number
+            num_left_out += index - first_index
     return ShotChunks(chunks, num_left_out)
 
 
 @dataclass(frozen=True)
 class EvenCutting:
-    """Division of videos into chunks of equal length. A video without chunks is unusable.
+    """Division of videos into chunks of equal length. An unusable video has no chunks.
 
     Attributes:
         num_frames: Number of frames in each video, int64; 0 if it is unusable.
@@ -141,7 +141,7 @@ class EvenCutting:
         return self.num_frames % self.chunk_frames
 
     def short_tails(self, *, max_frames: int) -> dict[int, int]:
-        """Return the length of each tail of fewer than `max_frames` frames that is kept, by the row of the video."""
+        """Return the number of frames in each kept tail that is shorter than `max_frames`, by the row of its video."""
         tail_frames = self._rests if self.tail == "keep" else np.zeros_like(self.num_frames)
         rows = np.flatnonzero((tail_frames > 0) & (tail_frames < max_frames) & (self.num_frames > self.chunk_frames))
         return dict(zip(rows.tolist(), tail_frames[rows].tolist(), strict=True))
@@ -152,12 +152,12 @@ class EvenCutting:
         return span_of(chunks, index=index, span_chunks=self.span_chunks)
 
     def span_frames(self, videos: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return the approximate number of frames in each span, int64, for an estimate."""
+        """Return the approximate number of frames in each span, int64; used for cost estimates."""
         frames_per_span = self.span_chunks * self.chunk_frames
         return np.minimum(self.num_frames[videos] - index * frames_per_span, frames_per_span)
 
     def identities(self, videos: np.ndarray) -> pa.Array:
-        """Return a string for each entry of `videos`, which may repeat, that identifies all chunks of the video.
+        """Return, for each video, a string that identifies all its chunks; `videos` may contain duplicates.
 
         The strings are part of the fingerprints of shards.
         """
@@ -168,7 +168,7 @@ class EvenCutting:
 class ShotCutting:
     """Division of videos into chunks that start and end at shot boundaries, with the interface of `EvenCutting`.
 
-    A video without chunks is unusable, or its shots are unknown.
+    A video has no chunks if it is unusable, if its shots are unknown, or if all its shots are omitted.
 
     Attributes:
         begins: Index of the first chunk of each video, followed by the total number of chunks, int64 [videos + 1].
@@ -252,7 +252,7 @@ def shot_cutting(
     """Divide all videos at their shots, as `shot_chunks` does.
 
     Args:
-        cuts: Cuts of each video. If they are unknown (None), the video has no chunks.
+        cuts: Cuts of each video; None if they are unknown, in which case the video has no chunks.
         num_frames: Number of frames of each video, int64.
     """
     chunks: list[tuple[int, int]] = []
@@ -414,8 +414,8 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)[is_new]
     span_index = np.flatnonzero(is_new) - first[video_rows]
     span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    # Choose the size of shards so that there are about MIN_SHARDS. A shard holds at least one span and, unless this
-    # span is larger, at most MAX_SHARD_CHUNKS chunks.
+    # Choose the shard size so that about MIN_SHARDS new shards are made. A shard holds at least one span, and at most
+    # MAX_SHARD_CHUNKS chunks.
     target = int(np.clip(-(-span_chunks.sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
     next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
     tables, rows = [layout], [rows_of_layout]
@@ -459,7 +459,7 @@ def required_rows(
 def shards_of_moved_videos(
     layout: pa.Table, *, video_rows: np.ndarray, splits: pa.Array, stored: Collection[int]
 ) -> dict[int, bool]:
-    """Find the shards from which or into which videos move because their split has changed.
+    """Find the shards that lose or gain videos because the split of a video has changed.
 
     Args:
         layout: Table with schema LAYOUT, including the shards into which videos move.
@@ -468,7 +468,7 @@ def shards_of_moved_videos(
         stored: IDs of the shards that were written.
 
     Returns:
-        True for each such shard whose videos all move, otherwise False, by shard ID.
+        For each of these shards, by shard ID: True if all its videos move, otherwise False.
     """
     is_known = video_rows >= 0
     has_other_split = np.zeros(len(layout), bool)
@@ -478,9 +478,9 @@ def shards_of_moved_videos(
     if not has_other_split.any():
         return {}
     shards, shard_of_row = np.unique(np.asarray(layout["shard_id"]), return_inverse=True)
-    leaves = has_other_split & np.isin(shards, list(stored))[shard_of_row]
-    enters = is_known & ~has_other_split & np.isin(video_rows, video_rows[leaves])
-    num_moved = np.bincount(shard_of_row, weights=leaves | enters, minlength=len(shards))
+    is_leaving = has_other_split & np.isin(shards, list(stored))[shard_of_row]
+    is_entering = is_known & ~has_other_split & np.isin(video_rows, video_rows[is_leaving])
+    num_moved = np.bincount(shard_of_row, weights=is_leaving | is_entering, minlength=len(shards))
     have_all_moved = num_moved == np.bincount(shard_of_row, minlength=len(shards))
     return dict(zip(shards[num_moved > 0].tolist(), have_all_moved[num_moved > 0].tolist(), strict=True))
 

@@ -6,8 +6,8 @@
 
 ffmpeg is not allowed to use the network (`clipmill.shards.opening`), so it reads a copy of the complete file. The spans
 of a long video are in several shards. Therefore a copy is kept as long as there is space, so that each node downloads a
-video only once. To free space, copies that no worker reads are removed, the least recently used first. If this is not
-enough, a worker waits for other workers to finish. A waiting worker holds no copy.
+video only once. To free space, copies that no worker reads are removed, the least recently used first. If that frees
+too little space, a worker waits for other workers to finish. A waiting worker holds no copy.
 
 The first process that uses the folder starts a sweeper. This small process waits until all processes that use the
 folder have ended, even if they were killed, and then removes the folder. If the sweeper is killed too, the next process
@@ -77,10 +77,10 @@ def _lock_root() -> Path:
 
 
 def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -> CachedFile:
-    """Return a copy of an object, which is downloaded if necessary. The copy is not removed until it is closed.
+    """Return a copy of an object, after downloading it if necessary. The copy is not removed until it is closed.
 
     Args:
-        limit_bytes: Maximum total size of the copies on this node; None for most of the free space.
+        limit_bytes: Maximum total size of the copies on this node; None to use most of the free space.
         on_wait: Heartbeat function to call repeatedly while the object is downloaded, or while this worker waits.
 
     Raises:
@@ -98,7 +98,7 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
         if state[0] > cache.limit_bytes:
             free = f"{FREE_FRACTION:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
             limit = "--scratch-size" if limit_bytes is not None else free
-            message = f"the source has {state[0]:,} bytes, but a copy may have only {cache.limit_bytes:,} ({limit})"
+            message = f"the source has {state[0]:,} bytes, but copies may take at most {cache.limit_bytes:,} ({limit})"
             raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
         with as_source_failure(), suppress(NoRoom):  # retry until other workers have released their copies
             copy = cache.get(name, size_bytes=state[0], fetch=fetch, waits=False)
@@ -113,8 +113,8 @@ def _fetch(objects: Objects, key: str, path: Path, *, state: tuple[int, int], on
 
     Raises:
         SourceFailure: source_changed.
-        UserError: As in `Objects`.
-        OSError: As in `Objects`, or the file cannot be written.
+        UserError: See `Objects`.
+        OSError: See `Objects`, or the file cannot be written.
     """
     size_bytes = state[0]
     begins = range(0, size_bytes, _RANGE_BYTES)

@@ -1,4 +1,4 @@
-"""The `ColumnWork` of `video`: the functions that the commands call, and parts of the reports on plans and runs."""
+"""The `ColumnWork` of `video`: the functions that the commands call, and parts of the reports about plans and runs."""
 
 import math
 import sys
@@ -44,7 +44,7 @@ from clipmill.shards.reader import Variant
 _WORKER_GB = 0.5  # memory per worker; 0.27 GB were measured for a 2160p source (benchmarks/README.md)
 _SLOW_BYTES_PER_S = 1e8  # speed of a slow disk, or of one connection to a bucket
 _UNINDEXED = '"is_indexed":false'  # part of the JSON of a timeline
-_SHORT_TAIL_S = 1  # shorter than most clips
+_SHORT_TAIL_S = 1  # a shorter tail is too short for most clips
 
 
 def _require(recipe: Recipe | IndexRecipe) -> None:
@@ -56,8 +56,10 @@ def _require(recipe: Recipe | IndexRecipe) -> None:
     if codec == INDEXED:
         return
     ffmpeg = find_ffmpeg()
-    if ffmpeg.outdated:
-        sys.stderr.write(f"using the ffmpeg of the imageio-ffmpeg package, because {ffmpeg.outdated} is too old\n")
+    if ffmpeg.outdated_program:
+        sys.stderr.write(
+            f"using the ffmpeg from the imageio-ffmpeg package, because {ffmpeg.outdated_program} is too old\n"
+        )
     require_encoder(ffmpeg, codec)
 
 
@@ -79,7 +81,7 @@ def _run(plan: PlanWithInputs, recipe: Recipe | IndexRecipe, request: Request, p
     )
     summary = execute(job, engine, part_run=part_run)
     if plan.detection is not None:
-        summary.refused_workers = list(dict.fromkeys([*plan.detection.refused, *summary.refused_workers]))
+        summary.refused_workers = list(dict.fromkeys([*plan.detection.refused_nodes, *summary.refused_workers]))
     video_plan, detection = plan.plan, plan.detection
     values, lines = left_out_values(video_plan), left_out_report(video_plan)
     if video_plan.shots is not None:
@@ -102,7 +104,7 @@ def audio_lines(planned: PlanWithInputs) -> list[str]:
 
 
 def other_settings_lines(planned: PlanWithInputs) -> list[str]:
-    """Return the lines to print before a run if its settings differ from the settings of the current variant."""
+    """Return the lines that are printed before a run whose settings differ from those of the current variant."""
     try:
         differences, current = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
@@ -122,12 +124,12 @@ def other_settings_lines(planned: PlanWithInputs) -> list[str]:
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
         lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former_variant=current)
-        incomplete = f"lacks samples of the current variant ({codes_line(lost)}), which stays current"
+        incomplete = f"lacks samples of the current variant ({codes_line(lost)}), and does not become current"
         state = incomplete if lost else "is complete, and becomes the current variant again"
         lines.append(f"variant  {variant} {state}")
     with suppress(UserError):  # the recipe is from a different version of clipmill
         command = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
-        lines.append(f"         {current} is kept until `prep gc`; to use its settings: {command}")
+        lines.append(f"         {current} is kept until you run `prep gc`; to use its settings: {command}")
     return lines
 
 
@@ -147,45 +149,45 @@ def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, list_path: Pat
 
 
 def left_out_report(plan: Plan) -> list[str]:
-    """Return the lines of a report about the parts of videos that no chunk contains."""
+    """Return the report lines about the parts of videos that no chunk contains."""
     lines = left_out_lines(left_out_values(plan), cut=plan.recipe.settings.cut)
     return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
 
 
 def sources_read_twice(planned: PlanWithInputs) -> Addition:
-    """Return the lines of a report about sources without an index, which a plan and a run each read completely."""
+    """Return the report lines about sources without an index. A plan and a run each read these sources completely."""
     plan = planned.plan
     videos = np.unique(plan.video_rows[planned.rows_to_encode()])
     timelines = plan.probes["timeline"].take(pa.array(videos))
     rows = videos[np.asarray(pc.fill_null(pc.match_substring(timelines, _UNINDEXED), False))]
     size_bytes = int(np.asarray(plan.probes["size_bytes"])[rows].sum())
-    first = plan.video_ids(rows[:MAX_ENTRIES].tolist())
-    values = {"num_read_twice": len(rows), "read_twice_bytes": size_bytes, "first_read_twice": first}
+    first_ids = plan.video_ids(rows[:MAX_ENTRIES].tolist())
+    values = {"num_read_twice": len(rows), "read_twice_bytes": size_bytes, "first_read_twice": first_ids}
     duration = f"{duration_text(size_bytes / _SLOW_BYTES_PER_S)} at {size_text(round(_SLOW_BYTES_PER_S))}/s"
     lines = [
         f"twice    {count_noun(len(rows), 'video')} without an index (MKV, TS and others), {size_text(size_bytes)}:"
-        f" read completely by a plan, for exact times, and again by the run; each time {duration}",
-        f"         {video_list_text(first, num_all=len(rows))}",
+        f" read completely by a plan, for exact times, and again by the run; each read takes {duration}",
+        f"         {video_list_text(first_ids, num_all=len(rows))}",
     ]
     return Addition(lines if len(rows) else [], values)
 
 
 def short_tails(plan: Plan) -> Addition:
-    """Return the lines of a report about videos whose last chunk is very short; empty with `--cut shots`."""
+    """Return the report lines about videos whose last chunk is very short; empty with `--cut shots`."""
     if not isinstance(plan.cutting, EvenCutting):
         return Addition([], {})
     fps = plan.recipe.settings.fps_exact
     tails = plan.cutting.short_tails(max_frames=math.ceil(_SHORT_TAIL_S * fps))
     rows = list(tails)[:MAX_ENTRIES]
-    first = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
-    videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first.items()]
-    more = ", ..." if len(tails) > len(first) else ""
+    first_tails = dict(zip(plan.video_ids(rows), (float(tails[row] / fps) for row in rows), strict=True))
+    videos = [f"{on_one_line(video)} {length_s:.2g} s" for video, length_s in first_tails.items()]
+    more = ", ..." if len(tails) > len(first_tails) else ""
     lines = [
         f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
         f" {', '.join(videos)}{more}",
-        "         kept: every frame is in a chunk; --tail merge adds it to the previous chunk, --tail drop omits it",
+        "         kept, so no frame is lost; --tail merge adds tails to the previous chunk, --tail drop omits tails",
     ]
-    return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first})
+    return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first_tails})
 
 
 WORK = ColumnWork(

@@ -1,10 +1,10 @@
 """Make one shard of the `video` column in a worker, on any machine and with any engine.
 
-If the encoder pass of a span is unchanged, its chunks are copied from stored tars; otherwise they are encoded. Every
-chunk, new or copied, is demuxed and compared with the plan before it is written to the tar. A failed span is recorded
-in the commit and does not affect other spans.
+If the encoder pass of a span is unchanged, the chunks of the span are copied from stored tars; otherwise they are
+encoded. Every encoded chunk, new or copied, is demuxed and compared with the plan before it is written to the tar. A
+failed span is recorded in the commit and does not affect other spans.
 
-The worker has scratch space on the node's local disk. The space is removed at the end of the work or, if the worker is
+The worker has scratch space on the node's local disk. This space is removed at the end of the work or, if the worker is
 killed, by a later worker or run.
 
     $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
@@ -14,8 +14,8 @@ killed, by a later worker or run.
 
 A folder is removed only if it is unlocked and holds a marker with the name of this folder. Folders without a marker are
 never touched, and neither is anything else in $TMPDIR. A worker holds the lock of the parent folder while it creates or
-removes a folder. If this lock is free, any incomplete folder was left by a killed worker, and the marker beside the
-folder identifies it.
+removes a folder. If this lock is free, any incomplete folder was left by a killed worker. The marker beside an
+incomplete folder identifies it.
 """
 
 import errno
@@ -77,14 +77,14 @@ class Caption:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Input of a worker, which consists only of paths and small values.
+    """Input of a worker, made up only of paths and small values.
 
     Attributes:
-        old_commit: Previous commit of the shard, from which unchanged chunks are copied.
+        old_commit: Previous commit of the shard, from which unchanged chunks are copied; None if the shard is new.
         other_tars: Other tars that contain chunks of these spans.
-        captions_file: Caption table of the manifest, or None if no video has captions.
-        caption_groups: Row groups of this table that contain captions of the shard's videos.
-        scratch_bytes: Maximum total size of the copies of remote sources on a node; None for most of the free space.
+        captions_file: Caption table of the manifest; None if no video has captions.
+        caption_groups: Row groups of the caption table that contain captions of the shard's videos.
+        scratch_bytes: Maximum total size of the copies of remote sources on a node; None to use most of the free space.
     """
 
     variant_dir: Path
@@ -168,11 +168,11 @@ def _make_shard(task: ShardTask) -> ShardResult:
                         content = f" {key} failed, kept {list(span.chunks)}"
                         shard.fail(Failure(plan.video_id, key, str(failure.code), failure.message), content=content)
                 num_reused += 0 if is_new else len(span.chunks)
-                for number, chunk in span.chunks.items():
+                for index, chunk in span.chunks.items():
                     sample = video_sample(
                         chunk,
                         plan=plan,
-                        number=number,
+                        index=index,
                         span_chunks=span.num_chunks,
                         split=task.split,
                         settings=task.recipe.settings,
@@ -212,7 +212,7 @@ def video_sample(
     chunk: "ReadyChunk | SourceChunk",
     *,
     plan: SpanPlan,
-    number: int,
+    index: int,
     span_chunks: int,
     split: str,
     settings: ChunkSettings,
@@ -221,14 +221,14 @@ def video_sample(
     """Return the sample of a chunk.
 
     Args:
-        number: Index of the chunk in the span.
+        index: Index of the chunk in the span.
         span_chunks: Actual number of chunks in the span.
         captions: Captions of the complete video; None if the dataset has no captions and samples have no txt member.
     """
-    fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
+    fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[index]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
     key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
-    full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[number]
+    full_frames = settings.chunk_frames if settings.cut == "even" else plan.span.chunk_frames[index]
     chunk_captions = [
         caption
         for caption in captions or ()
@@ -274,10 +274,10 @@ def video_sample(
 
 @contextmanager
 def scratch_folder(run: str = "") -> Iterator[Path]:
-    """Yield a new folder, which is removed at the end; first remove folders that this user's killed workers left.
+    """Yield a new folder, and remove it at the end; first remove folders that this user's killed workers left behind.
 
     Args:
-        run: Description of the work, which is stored in the marker for information.
+        run: Description of the work; stored in the marker, but not used.
 
     Raises:
         OSError: The folder cannot be created, or its parent folder is not exclusive to this user.

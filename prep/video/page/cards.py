@@ -150,12 +150,12 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
         total_bytes: Total size of the chunks on the page.
     """
     if codec not in _BROWSER_CODECS:
-        names = {
+        reasons = {
             "mjpeg": "browsers do not play MJPEG in MP4",
             "hevc": "only some browsers play HEVC",
             INDEXED: "the packets of the chunks are in the source files",
         }
-        return ClipPlan(True, False, names.get(codec, f"browsers may not play {codec}"))
+        return ClipPlan(True, False, reasons.get(codec, f"browsers may not play {codec}"))
     if total_bytes > COPIED_BYTES:
         return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
     return ClipPlan(False, total_bytes <= EMBEDDED_BYTES, "copies of the chunks, byte for byte")
@@ -212,7 +212,7 @@ class ClipFolder:
             free_bytes = shutil.disk_usage(self.path).free
             raise UserError(
                 f"{self.path / name} cannot be written: {error.strerror}",
-                hint=f"use a lower --chunks, or write to another disk: only {size_text(free_bytes)} are free here",
+                hint=f"use a lower --chunks, or write to another disk; this disk has {size_text(free_bytes)} free",
             ) from None
 
     def sweep(self, kept: Collection[str]) -> None:
@@ -226,7 +226,7 @@ class ClipFolder:
 
 @dataclass(frozen=True)
 class CaptionLine:
-    """Caption on a card. Start and end are seconds in the video; `end_s` is None if the caption lasts to its end."""
+    """Caption on a card, with times in the video; `end_s` is None if the caption lasts to the end of the video."""
 
     text: str
     begin_s: float
@@ -265,7 +265,7 @@ class Card:
         scores: Scores by name.
         model_caption: Generated caption from the column `captions`; empty if there is none.
         labels: Names and values of the labels on captions that overlap the chunk.
-        problem: Reason why the chunk cannot be shown. Such a chunk has neither pictures nor a clip.
+        problem: Reason why the chunk cannot be shown, without pictures or a clip; None for a chunk that can be shown.
     """
 
     key: str

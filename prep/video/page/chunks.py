@@ -1,6 +1,6 @@
 """Read all chunks of a variant for the page of `prep inspect --html`, choose chunks to show, and compute statistics.
 
-The functions scale to a million chunks: they map a single table, and read captions in batches.
+The functions scale to a million chunks, because they memory-map a single table and read captions in batches.
 """
 
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class Chunks:
         """Return the chunks that the expression `where` selects.
 
         Raises:
-            UserError: `where` is not an expression on chunks, or selects no chunk.
+            UserError: `where` is not a valid expression for chunks, or selects no chunk.
         """
         parsed = parse_where(where, data_dir=data_dir)
         parsed.require(("chunk", "video", "label"), because="the page shows chunks")
@@ -151,13 +151,13 @@ def read_chunks(variant: Variant) -> Chunks:
 
 
 def _sort_rows(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Rows:
-    """Sort the chunks by video, in the order of `ids`, which may have duplicates, and then by start."""
-    distinct = ids.dictionary_encode()
-    video = distinct.indices.to_numpy()[codes]
+    """Sort the chunks by video, in the order of `ids`, and then by start; `ids` may contain duplicates."""
+    encoded_ids = ids.dictionary_encode()
+    video = encoded_ids.indices.to_numpy()[codes]
     order = order_of(video, table["start_ms"].to_numpy())
     rows = slice(None) if order is None else order
     table = table.select(_COLUMNS)
-    return distinct.dictionary, video[rows], table if order is None else table.take(pa.array(order))
+    return encoded_ids.dictionary, video[rows], table if order is None else table.take(pa.array(order))
 
 
 def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
@@ -183,8 +183,8 @@ def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
     if not parts:
         return None
     rows = pa.concat_tables(parts)
-    coded = rows["video_id"].combine_chunks().dictionary_encode()
-    return _sort_rows(coded.dictionary, coded.indices.to_numpy(), rows)
+    encoded_ids = rows["video_id"].combine_chunks().dictionary_encode()
+    return _sort_rows(encoded_ids.dictionary, encoded_ids.indices.to_numpy(), rows)
 
 
 def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
@@ -195,18 +195,18 @@ def choose_chunks(chunks: Chunks, *, num_chunks: int) -> NDArray[np.int64]:
     """
     sizes = np.bincount(chunks.split, minlength=len(chunks.splits))
     total = min(num_chunks, len(chunks))
-    evenly = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
-    unpicked = sizes - evenly
-    exact = unpicked * (total - int(evenly.sum())) / max(1, int(unpicked.sum()))
-    counts = evenly + np.floor(exact).astype(np.int64)
+    equal_counts = np.minimum(sizes, total // (2 * max(1, int(np.count_nonzero(sizes)))))
+    rest_sizes = sizes - equal_counts
+    exact_counts = rest_sizes * (total - int(equal_counts.sum())) / max(1, int(rest_sizes.sum()))
+    counts = equal_counts + np.floor(exact_counts).astype(np.int64)
     # The counts were rounded down. The splits with the largest remainders get the remaining chunks.
-    remainder_order = np.argsort(np.floor(exact) - exact, kind="stable")
+    remainder_order = np.argsort(np.floor(exact_counts) - exact_counts, kind="stable")
     counts[remainder_order[: total - int(counts.sum())]] += 1
-    picked = [
+    rows = [
         np.flatnonzero(chunks.split == split)[np.array(middle_items(range(int(sizes[split])), at_most=count), np.int64)]
         for split, count in enumerate(counts.tolist())
     ]
-    return np.sort(np.concatenate(picked))
+    return np.sort(np.concatenate(rows))
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class ChunkScores:
 
 
 def split_totals(chunks: Chunks) -> list[SplitTotal]:
-    """Return the totals of each split that has chunks."""
+    """Return the totals of each split that contains chunks."""
     totals = []
     for code, name in enumerate(chunks.splits):
         mask = chunks.split == code
@@ -261,7 +261,7 @@ def split_totals(chunks: Chunks) -> list[SplitTotal]:
 
 
 def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
-    """Return the scores of `chunks`, which belong to the current variant; None if no chunk has scores.
+    """Return the scores of chunks of the current variant; None if no chunk has scores.
 
     Raises:
         UserError: The table of scores is missing or cannot be used.
@@ -288,7 +288,7 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     """Return the names and values of the labels on captions that overlap the chunks in `numbers`, by chunk number.
 
     Raises:
-        UserError: There is no manifest, or it is damaged.
+        UserError: The manifest is missing or damaged.
     """
     labelled = read_labelled(data_dir)
     begin_s = chunks.start_ms[numbers] / 1000
@@ -309,7 +309,7 @@ def count_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     The caption table is read in batches, because tens of millions of captions do not fit into memory.
 
     Raises:
-        UserError: There is no manifest, or it is damaged.
+        UserError: The manifest is missing or damaged.
     """
     end_ms = chunks.start_ms + np.ceil(chunks.duration_s * 1000).astype(np.int64)
     moments = Moments.build(chunks.video, chunks.start_ms, end_ms)
@@ -317,9 +317,9 @@ def count_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:
     change = np.zeros(len(chunks) + 1, np.int64)
     with closing(open_captions(data_dir, dictionary_columns=["video_id"])) as file:
         for batch in file.iter_batches(_BATCH_CAPTIONS, columns=["video_id", "begin_s", "end_s"]):
-            coded = batch.column(0)
-            known = pc.fill_null(pc.index_in(coded.dictionary, value_set=chunks.video_ids), -1).to_numpy()
-            video = known[coded.indices.to_numpy()].astype(np.int64)
+            ids = batch.column(0)
+            video_rows = pc.fill_null(pc.index_in(ids.dictionary, value_set=chunks.video_ids), -1).to_numpy()
+            video = video_rows[ids.indices.to_numpy()].astype(np.int64)
             times = (np.clip(batch.column(name).to_numpy() * 1000, 0, _MAX_TIME_MS) for name in (1, 2))
             begins, ends = (moments.numbers(video, time.astype(np.int64)) for time in times)
             first = np.searchsorted(end, begins, side="right")
@@ -335,13 +335,14 @@ def distributions(
 ) -> list[Distribution]:
     """Return the distribution of each quantity that is known."""
     kbit_s = chunks.size_bytes * 8 / np.maximum(chunks.duration_s, 1e-3) / 1000
-    known = [
+    known_distributions = [
         Distribution("Length", "s", "seconds of video in each chunk", histogram(chunks.duration_s)),
-        Distribution("Bit rate", "kbit/s", "size of each MP4 file divided by its length", histogram(kbit_s)),
+        Distribution("Bit rate", "kbit/s", "size of each chunk divided by its length", histogram(kbit_s)),
     ]
     if captions is not None and captions.any():
-        about = "captions of the manifest that overlap each chunk"
-        known.append(Distribution("Captions", "", about, histogram(captions.astype(np.float64), is_count=True)))
+        about = "captions in the manifest that overlap each chunk"
+        caption_histogram = histogram(captions.astype(np.float64), is_count=True)
+        known_distributions.append(Distribution("Captions", "", about, caption_histogram))
     for score in SCORES:
         if scores is None or not score.sort_label:
             continue
@@ -349,6 +350,6 @@ def distributions(
         values = values[~np.isnan(values)]
         if len(values):
             about = f"score of {count_noun(len(values), 'chunk')}, {score.meaning}"
-            shown = histogram(values, bounds=score.bounds, is_count=score.is_count)
-            known.append(Distribution(score.title, "", about, shown))
-    return known
+            score_histogram = histogram(values, bounds=score.bounds, is_count=score.is_count)
+            known_distributions.append(Distribution(score.title, "", about, score_histogram))
+    return known_distributions

@@ -99,7 +99,7 @@ def summary(all_chunks: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
     selection = f"{len(chunks):,} of {count_noun(len(all_chunks), 'chunk')}, selected by {where}," if where else ""
     size = size_text(int(variant.tar_files.sizes.sum() if where is None else chunks.size_bytes.sum()))
     total = f"{selection or count_noun(len(chunks), 'chunk')} of {count_noun(num_videos, 'video')}, {size}"
-    limit = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks of all splits"
+    limit = "" if num_shown == len(chunks) else f"; showing {num_shown:,} evenly spaced chunks from all splits"
     holes = f"; {count_noun(len(chunks.holes), 'shard')} missing or damaged" if chunks.holes else ""
     return f"{total}{limit}{holes}"
 
@@ -151,11 +151,11 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     data_dir = variant.directory.parent.parent
     all_chunks = read_chunks(variant)
     chunks = all_chunks if request.where is None else all_chunks.select(request.where, data_dir)
-    picked = choose_chunks(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
+    rows = choose_chunks(chunks, num_chunks=request.num_samples or PAGE_CHUNKS)
     codec = str(variant.recipe.get("codec"))
     codec = CODECS[codec].decoder if codec in CODECS else codec
-    plan = plan_clips(codec, total_bytes=int(chunks.size_bytes[picked].sum()))
-    count = -(-len(picked) // PAGE_CHUNKS)
+    plan = plan_clips(codec, total_bytes=int(chunks.size_bytes[rows].sum()))
+    count = -(-len(rows) // PAGE_CHUNKS)
     if count > 1 or not plan.is_embedded:
         folder.make()
     # Scores and generated captions belong to the current variant. If they cannot be read, the page shows a note.
@@ -167,18 +167,18 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
     scores = _read_or_note(lambda: scores_of(chunks, data_dir), notes) if has_scores else None
     model_captions = _read_or_note(lambda: model_captions_of(chunks, data_dir), notes) if has_model_captions else {}
     captions = _read_or_note(lambda: count_captions(chunks, data_dir), notes)
-    labels = {} if captions is None else labels_of(chunks, picked, data_dir)
+    labels = {} if captions is None else labels_of(chunks, rows, data_dir)
     holes = []
     for hole in chunks.holes.values():
         content = "" if hole.num_chunks is None else f" ({hole.split}, {count_noun(hole.num_chunks, 'chunk')})"
         holes.append(show_urls(f"Shard {hole.shard_id:06d}{content}: {hole.reason}"))
     clips = f"Clips are {plan.reason}."
     if plan.is_preview:
-        encoding = f"encoded again as H.264 with a short side of 240 pixels, up to {PREVIEW_S:.0f} s"
+        encoding = f"encoded again as H.264 with a short side of 240 pixels, each at most {PREVIEW_S:.0f} s long"
         clips = f"Clips are previews, {encoding}: {plan.reason}."
     header = Header(
         variant=variant.directory.name,
-        summary=summary(all_chunks, chunks, num_shown=len(picked), variant=variant, where=request.where),
+        summary=summary(all_chunks, chunks, num_shown=len(rows), variant=variant, where=request.where),
         settings=(describe_settings(variant.recipe), settings_line(variant.recipe)),
         tiles=tiles(chunks, variant),
         splits=split_totals(chunks),
@@ -188,8 +188,8 @@ def write_chunk_page(variant: Variant, request: PageRequest) -> Report:
         clips=clips,
     )
     chunk_info = _ChunkDetails(scores, model_captions or {}, labels)
-    cards = _cards(variant, chunks, picked, chunk_info=chunk_info, plan=plan, folder=folder, on_card=request.on_sample)
-    return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(picked), num_all=len(chunks))
+    cards = _cards(variant, chunks, rows, chunk_info=chunk_info, plan=plan, folder=folder, on_card=request.on_sample)
+    return _publish(cards, header, request.path, folder=folder, plan=plan, num_shown=len(rows), num_all=len(chunks))
 
 
 def _publish(
@@ -205,13 +205,13 @@ def _publish(
     """Write the pages, remove clips of earlier pages, and return the report."""
     count = -(-num_shown // PAGE_CHUNKS)
     media = "data:" if plan.is_embedded else "'self' file:"  # for the content security policy
-    pages = [Pages(path.name, folder.url, number, count, num_shown) for number in range(1, count + 1)]
+    pages = [PageLinks(path.name, folder.url, number, count, num_shown) for number in range(1, count + 1)]
     kept_names: set[str] = set()
     listed: list[tuple[Card, int]] = []
     written_bytes, clip_bytes = 0, 0
-    first: list[Card] = []
+    first_cards: list[Card] = []
 
-    def publish(file: Path, cards: Sequence[tuple[Card, int]], page: Pages) -> int:
+    def publish(file: Path, cards: Sequence[tuple[Card, int]], page: PageLinks) -> int:
         return publish_page(file, TEMPLATE, **page_values(cards, header, page, media=media))
 
     for page in pages:
@@ -222,7 +222,7 @@ def _publish(
         # The list of all chunks has no images, so that even thousands of chunks can be searched.
         listed += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
         if page.number == 1:
-            first = page_cards  # published last, when the pages and clips that it links to exist
+            first_cards = page_cards  # publish the first page last, when the pages and clips that it links to exist
         else:
             name = f"page-{page.number}.html"
             written_bytes += publish(folder.path / name, [(card, page.number) for card in page_cards], page)
@@ -230,7 +230,7 @@ def _publish(
     if count > 1:
         written_bytes += publish(folder.path / "all.html", listed, replace(pages[0], number=0))
         kept_names.add("all.html")
-    written_bytes += publish(path, [(card, 1) for card in first], pages[0])
+    written_bytes += publish(path, [(card, 1) for card in first_cards], pages[0])
     folder.sweep(kept_names)
     num_problems = sum(card.problem is not None for card, _ in listed)
     values: dict[str, Any] = {
@@ -267,7 +267,7 @@ def _publish(
 
 @dataclass(frozen=True)
 class _ChunkDetails:
-    """Information about chunks that is not in their shards: scores, and captions and labels by chunk number."""
+    """Information about chunks that is not in their shards: scores, and captions and labels by row of `Chunks`."""
 
     scores: ChunkScores | None
     model_captions: Mapping[int, str]
@@ -277,19 +277,19 @@ class _ChunkDetails:
 def _cards(
     variant: Variant,
     chunks: Chunks,
-    picked: NDArray[np.int64],
+    chunk_rows: NDArray[np.int64],
     *,
     chunk_info: _ChunkDetails,
     plan: ClipPlan,
     folder: ClipFolder,
     on_card: Callable[[int, int], None],
 ) -> Iterator[Card]:
-    """Yield the cards in order. Only the cards of a single page are in memory at a time."""
+    """Yield the cards of the chunks in `chunk_rows`, in order. Only the cards of one page are in memory at a time."""
     data_dir = variant.directory.parent.parent
     paths: dict[str, str] = {}  # source files of the videos on the page, if the manifest contains them
     with suppress(UserError):
         videos = read_videos(data_dir)
-        video_ids = chunks.video_ids.take(np.unique(chunks.video[picked]))
+        video_ids = chunks.video_ids.take(np.unique(chunks.video[chunk_rows]))
         rows = videos.select(["video_id", "path"]).filter(pc.is_in(videos["video_id"], value_set=video_ids))
         paths = {row["video_id"]: mask_secrets(row["path"]) for row in rows.to_pylist()}
     is_remote = mirror_of(data_dir) is not None
@@ -320,10 +320,10 @@ def _cards(
         return replace(card, **details)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for begin in range(0, len(picked), PAGE_CHUNKS):
-            part = picked[begin : begin + PAGE_CHUNKS].tolist()
-            for done, card in enumerate(pool.map(make_card, part), begin + 1):
-                on_card(done, len(picked))
+        for begin in range(0, len(chunk_rows), PAGE_CHUNKS):
+            page_rows = chunk_rows[begin : begin + PAGE_CHUNKS].tolist()
+            for num_done, card in enumerate(pool.map(make_card, page_rows), begin + 1):
+                on_card(num_done, len(chunk_rows))
                 yield card
 
 
@@ -337,8 +337,8 @@ def _read_or_note(read: Callable[[], Any], notes: list[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class Pages:
-    """One of several linked pages. The first page is beside the folder that holds the other pages and the list.
+class PageLinks:
+    """Links from one page to the others. The first page is beside the folder that holds the other pages and the list.
 
     Attributes:
         name: File name of the first page.
@@ -384,7 +384,7 @@ class Pages:
         return numbers
 
 
-def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages, *, media: str) -> dict[str, Any]:
+def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: PageLinks, *, media: str) -> dict[str, Any]:
     """Return the values for the template.
 
     Args:
@@ -403,13 +403,13 @@ def page_values(cards: Sequence[tuple[Card, int]], header: Header, pages: Pages,
     for card in page_cards:
         for name, value in card.labels:
             values_of_labels.setdefault(name, {})[value] = None
-    distinct = [(name, label, list(dict.fromkeys(values))) for name, label, values in values_of_filters]
-    distinct += [(f"label={name}", f"Label {name}", sorted(values)) for name, values in values_of_labels.items()]
-    filters = [entry for entry in distinct if 1 < len(entry[2]) <= _MAX_OPTIONS]
+    filters = [(name, label, list(dict.fromkeys(values))) for name, label, values in values_of_filters]
+    filters += [(f"label={name}", f"Label {name}", sorted(values)) for name, values in values_of_labels.items()]
+    filters = [entry for entry in filters if 1 < len(entry[2]) <= _MAX_OPTIONS]
     orders = [("order", "video and time"), ("length", "longest first"), ("bitrate", "highest bit rate first")]
     orders += [("captions", "most captions first")] if any(card.captions for card in page_cards) else []
-    sorting = [(score.name, score.sort_label) for score in SCORES if score.sort_label]
-    orders += [(name, order) for name, order in sorting if any(name in card.scores for card in page_cards)]
+    sort_labels = [(score.name, score.sort_label) for score in SCORES if score.sort_label]
+    orders += [(name, label) for name, label in sort_labels if any(name in card.scores for card in page_cards)]
     return {
         "title": f"Chunks{part}",
         "header": header,

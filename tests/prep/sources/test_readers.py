@@ -147,7 +147,7 @@ def test_a_killed_detector_does_not_change_the_chunks_of_a_video(leasable: Path)
         for _ in range(MAX_TRIES):  # the number of times that an engine tries a task next to others
             end_waiting(signal.SIGKILL, lambda: [int(child.pid or 0) for child in multiprocessing.active_children()])
     detecting.join(timeout=60)
-    assert plans[0].plan.num_chunks == 2 and not plans[0].plan.unusable
+    assert plans[0].plan.num_chunks == 2 and not plans[0].plan.num_unusable
 
 
 def end_waiting(by: signal.Signals, among: Callable[[], Iterable[int]]) -> None:

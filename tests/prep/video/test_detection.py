@@ -31,7 +31,7 @@ def test_failures_of_a_detection_have_the_names_of_failures_of_sources(tmp_path:
     after = add_missing_shots(planned, Here())
     failures = {failure.video_id: failure.code for failure in chunk_job(after).planning_failures}
     assert failures == {"gone": "source_missing", "replaced": "source_changed"}
-    assert after.plan.unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
+    assert after.plan.num_unusable == {"source_missing": 1, "source_changed": 1} and after.plan.num_chunks == 2
     assert len(read_shots(data)) == 1, "a failure that may be temporary must not be stored"
 
 

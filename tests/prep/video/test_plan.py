@@ -173,7 +173,7 @@ def test_damage_and_failures() -> None:
 def test_unusable_videos_have_no_chunks_and_are_named() -> None:
     unread = {"code": "no_video", "message": "only sound", "fingerprint": None, "end_s": None}
     some = plan(probes=probes("a", "b", b=unread))
-    assert states(some) == [ShardState.NEW] * 2 and some.unusable == {"no_video": 1}
+    assert states(some) == [ShardState.NEW] * 2 and some.num_unusable == {"no_video": 1}
     assert [(failure.video_id, failure.code) for failure in some.failed_sources()] == [("b", "no_video")]
     assert some.num_chunks == 30 and some.num_videos == 2
 

@@ -66,6 +66,6 @@ def test_a_plan_names_the_sources_that_are_read_twice(tmp_path: Path, write_vide
     assert twice == {"num_read_twice": 3, "read_twice_bytes": sum(sizes), "first_read_twice": ["a", "b", "c"]}
     assert twice.items() <= again.items(), "a plan that reads no source again counts other sources"
     text = prep_here("plan", "--data", data).stdout
-    assert "twice    3 videos without an index (MKV, TS and others), " in text and "each time " in text
+    assert "twice    3 videos without an index (MKV, TS and others), " in text and "each read takes " in text
     chunk(data, "--preset", "ultrafast")
     assert prep_here("plan", "--data", data, "--preset", "ultrafast", "--json").summary["num_read_twice"] == 0

@@ -121,7 +121,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(finished_set: S
     assert (
         "prep plan --len 500ms" in lines[-2] and "--gop intra" in lines[-2] and " estimates time and disk" in lines[-2]
     )
-    assert f"{old.name} is kept until `prep gc`; to use its settings: prep chunk --len 500ms" in lines[-1]
+    assert f"{old.name} is kept until you run `prep gc`; to use its settings: prep chunk --len 500ms" in lines[-1]
     assert current_variant(finished_set.data, "video") != old.name
     assert finished_set.variant.recipe["gop"] == "intra"
     assert identities(old) == before
