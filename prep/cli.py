@@ -82,7 +82,7 @@ def build_app() -> App:
         config=check_values,
         group_parameters=OPTIONS,
         suppress_keyboard_interrupt=False,  # `run_command` prints the message
-        # If a flag is repeated, the last value wins, so flags passed through `script.sh "$@"` override the script's.
+        # If a flag is repeated, the last value wins, so flags passed to `script.sh "$@"` override flags in the script.
         default_parameter=Parameter(allow_repeating=True),
     )
     columns = {

@@ -40,7 +40,7 @@ COLUMNS = Parts(
 
 
 def columns() -> tuple[ColumnSpec, ...]:
-    """Return the specs of all columns, beginning with `video`, from whose chunks most other columns are made."""
+    """Return the specs of all columns. The first is `video`: most other columns are made from its chunks."""
     return tuple(COLUMNS.list_usable())
 
 

@@ -10,8 +10,8 @@ engine yields the node once as `RefusedNode`, and continues on the other nodes; 
 
 A result may have an attribute `machine_fault`: a failure that the machine may have caused (`MachineFault`), such as a
 full disk. The engine then tries the task on other nodes, as it does after the death of a worker. If other nodes
-complete the tasks that a node fails, that node gets no further tasks, and is yielded as `RefusedNode`. A lost node is
-yielded as well. If no other node can try a task, its result is yielded with the fault.
+complete the tasks that a node fails, that node gets no further tasks, and is yielded as a `RefusedNode`. A lost node is
+yielded in the same way. If no other node can try a task, the result of the task is yielded with the fault.
 """
 
 import ctypes
@@ -109,7 +109,8 @@ def no_nodes_error(refused_nodes: Iterable[RefusedNode]) -> UserError:
         return StorageRefused(message, hint="set valid credentials on each node, and run the same command again")
     return UserError(
         message,
-        hint="install the clipmill and ffmpeg of this command on each node, and mount the data folder at the same path",
+        hint="install the same clipmill and ffmpeg on each node as on this machine, and mount the data folder at the "
+        "same path",
     )
 
 

@@ -1,7 +1,7 @@
 """The check that each worker must pass before its first task.
 
-A worker must see the driver's data folder, have the same version of clipmill as the driver, and meet the requirements
-of its column. The driver publishes a token in the variant's folder, and sends a `Ticket` to the workers. Each worker
+A worker must see the driver's data folder, run the same version of clipmill as the driver, and meet the requirements
+of the column. The driver publishes a token in the variant's folder, and sends a `Ticket` to the workers. Each worker
 calls the ticket before its first task.
 
 This file imports only the standard library, and the Ray engine sends it to the workers by value. A node therefore runs
@@ -34,9 +34,9 @@ class Ticket:
     Attributes:
         host: Name of the driver's machine.
         token_file: File that the driver published in the variant's folder.
-        token: Content of the file.
+        token: Content of the token file.
         version: Version of clipmill on the driver's machine.
-        source_sha256: SHA-256 of the source code that a worker runs (hex).
+        source_sha256: SHA-256 (hex) of the source code that a worker runs.
         package: Package that contains the column's code.
         needs: Import path `package.module:function` of a function that checks the machine, and its argument. The
             function returns the reason why the machine is unsuitable, or None. The attribute is None if the column has
@@ -61,8 +61,8 @@ class Ticket:
             return f"{package} is not installed"
         if digest != self.source_sha256:
             return (
-                f"clipmill {_version()} (source {digest[:8]}) differs from clipmill {self.version} "
-                f"(source {self.source_sha256[:8]}) of this command"
+                f"clipmill {_version()} (source {digest[:8]}) differs from this command's clipmill {self.version} "
+                f"(source {self.source_sha256[:8]})"
             )
         if (problem := self._folder_problem()) is not None or self.needs is None:
             return problem
@@ -124,7 +124,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
 
 def source_sha256(column_package: str) -> str | None:
-    """Return the SHA-256 (hex) of the source files that a worker runs; None if one of their packages is missing."""
+    """Return the SHA-256 (hex) of the source files that a worker runs; None if a required package is missing."""
     digest = hashlib.sha256()
     is_builtin = column_package.startswith("clipmill.")
     for package in _PACKAGES if is_builtin else (*_PACKAGES, column_package):

@@ -35,7 +35,7 @@ def open_engine(
     Args:
         name: Value of `--engine`.
         address: Address of the Ray cluster; None for this machine.
-        workers: Number of workers; None for as many as fit.
+        workers: Number of workers; None for as many workers as fit.
         gpus_per_worker: GPUs per worker; 0 for none.
         execution: Settings of the Ray engine.
         memory_gb: Memory to reserve for a worker on a cluster, in GB, unless `execution` sets it.
@@ -87,7 +87,8 @@ def resolve_gpus_per_worker(flag: float | None, *, address: str | None) -> float
     has_gpu = count_cluster_gpus(address) > 0
     if not has_gpu:
         sys.stderr.write(
-            f'note: the Ray cluster at "{address}" has no GPU, so workers run on CPUs; --num-gpus 1 waits for a GPU\n'
+            f'note: the Ray cluster at "{address}" has no GPU, so workers run on CPUs; '
+            "use --num-gpus 1 to wait for a GPU\n"
         )
     return float(has_gpu)
 
@@ -97,7 +98,7 @@ def threads_per_worker(
 ) -> int | None:
     """Return the number of threads per worker; None if the engine assigns it (`clipmill.prep.engines.worker_threads`).
 
-    A CPU worker gets as many threads as it reserves cores. GPU workers on this machine share its cores equally.
+    A CPU worker gets as many threads as it reserves cores. GPU workers on this machine share the cores equally.
     """
     if not gpus_per_worker:
         return max(1, int(execution.task_cpus or 1))

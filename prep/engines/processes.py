@@ -96,7 +96,7 @@ class ProcessEngine:
                             retries.append((worker.task, worker.num_tries))
                         else:
                             code = worker.process.exitcode
-                            reason = f"its worker ended with {exit_reason(code)} {MAX_TRIES} times"
+                            reason = f"its worker ended {MAX_TRIES} times, most recently with {exit_reason(code)}"
                             yield Outcome(worker.task, None, reason, crashed=-(code or 0) in CRASH_SIGNALS)
                         continue
                     if error is not None:

@@ -2,15 +2,16 @@
 
 Workers are Ray actors, which take one task after another. The number of tasks in flight is bounded, and only a few
 kilobytes are sent and returned per task. Without an address, the command starts a Ray instance on this machine, and
-stops it at the end. With an address, it joins a cluster, whose nodes need the same clipmill, the same ffmpeg, and the
-data folder at the same path. Every worker is checked before its first task. The check is sent by value; function and
-task are not unpickled until the worker has passed it. A node that fails the check is excluded.
+stops it at the end. With an address, the command joins a cluster, whose nodes need the same clipmill, the same ffmpeg,
+and the data folder at the same path. Every worker is checked before its first task. The check is sent by value. The
+function and the task are not unpickled until the worker has passed the check. A node that fails the check is excluded.
 
-Ray terminates its process when it loses the cluster. The engine therefore runs in a separate process
+Ray terminates the process in which it runs when it loses the cluster. The engine therefore runs in a separate process
 (`IsolatedEngine`): the command survives and reports the loss, and Ray cannot print to the command's output.
 
 Anyone who can send work to a Ray instance can run code as its user. A private instance therefore listens only on the
-loopback interface, accepts work only with a token created for it, and keeps its sockets in a folder of its user.
+loopback interface, accepts work only with a token created for it, and keeps its sockets in a folder that is accessible
+only to its user.
 
 A raylet starts agents (for the dashboard and for runtime environments). When the raylet ends, its agents try for a
 minute to report this to the head of the instance, although the head has ended too. Ray never removes the folder of an
@@ -62,7 +63,7 @@ class RayEngine:
     """Engine that runs tasks in Ray actors. An actor keeps everything that the function has loaded, such as a model.
 
     Args:
-        num_workers: Maximum number of workers; None for as many as fit.
+        num_workers: Maximum number of workers; None for as many workers as fit.
         address: Address of an existing cluster (`auto`, or host:port); None to start a private instance.
         need: Resources of a worker.
         execution: Settings of the engine.
@@ -96,13 +97,13 @@ class RayEngine:
         if self._address is None:
             # Ray reads the settings of a private instance when it is imported.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            # This variable is the only way to make all Ray processes listen on the loopback interface, even on Linux.
+            # Even on Linux, only this variable makes all Ray processes listen on the loopback interface.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         ray = import_ray()
         default_name = getattr(function, "__name__", "task")
         named_tasks = ((task, name(task) if name is not None else default_name) for task in tasks)
         instance_name = name_of_cluster(self._address)
-        # Ray reports lost workers on standard output, which is reserved for results, even during its shutdown.
+        # Standard output is reserved for results, but Ray reports lost workers on it, even during its shutdown.
         with redirect_stdout(sys.stderr):
             # With GPUs, the number of GPUs limits the number of actors, so do not limit the CPUs.
             num_cpus = None if self._need.gpus or not self._num_workers else ceil(self._num_workers * self._need.cpus)
@@ -192,7 +193,7 @@ def import_ray() -> Any:
     return ray
 
 
-START_LIMIT_S = 60.0  # time limit for Ray to start on this machine, which takes 5 s if the machine is idle
+START_LIMIT_S = 60.0  # time limit for Ray to start on this machine; on an idle machine, the start takes 5 s
 _CONNECTION_LIMIT_S = 10.0
 _START_HINT = "start a cluster with `ray start --head`, or use --engine processes to run only on this machine"
 _TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
@@ -200,7 +201,7 @@ _VERSION_HINT = "install the same versions of Python and Ray on this machine and
 
 
 def name_of_cluster(address: str | None) -> str:
-    """Return the name of a Ray instance for messages."""
+    """Return the name of a Ray instance, for use in messages."""
     return "Ray on this machine" if address is None else f'the Ray cluster at "{address}"'
 
 
@@ -259,7 +260,7 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
             cluster_versions, command_versions = (
                 " and ".join(" ".join(pair) for pair in versions[begin : begin + 2]) for begin in (0, 2)
             )
-            reason = f"it runs {cluster_versions}, but this command runs {command_versions}"
+            reason = f"the cluster runs {cluster_versions}, but this command runs {command_versions}"
         raise UserError(
             f'cannot connect to a Ray cluster at "{address}": {reason}',
             hint=_VERSION_HINT if is_mismatch else _START_HINT,
@@ -309,7 +310,8 @@ def send_agents(ray: Any) -> None:
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     pipe = _sweepers[-1].stdin
     assert pipe is not None
-    pipe.write(" ".join(f"{pid}:{times}" for pid, parent, times in running_processes() if parent == raylet))
+    processes = running_processes()
+    pipe.write(" ".join(f"{pid}:{start_ticks}" for pid, parent, start_ticks in processes if parent == raylet))
     pipe.flush()
 
 
@@ -349,7 +351,7 @@ class IsolatedEngine:
 
     Args:
         engine: Engine to run. It must be picklable.
-        name: Name of the program in the process, for the message about its unexpected end.
+        name: Name of the program that runs in the process, used in the message about the unexpected end of the process.
         start_note: Text to show until the engine takes the first task; None to show nothing.
         start_limit_s: Time limit in seconds for the engine to take the first task; None for no limit.
     """
@@ -418,7 +420,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     """Call `function(*arguments)` in a separate process, and return its result.
 
     Args:
-        name: Name of the program in the process, for the message about its unexpected end.
+        name: Name of the program that runs in the process, used in the message about the unexpected end of the process.
 
     Raises:
         FailedWork: The process ended without a result.

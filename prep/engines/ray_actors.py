@@ -1,11 +1,11 @@
 """Run a function in Ray actors: workers that take one task after another, and keep what the function has loaded.
 
-A worker is checked when it starts, and gets its first task once it has passed the check. When no task is left for a
-worker, it ends and frees its resources.
+A worker is checked when it starts, and gets its first task once it has passed the check. A worker ends and frees its
+resources when no task is left for it.
 
 Actor restarts and call retries in Ray are disabled, because Ray does not distinguish the death of a worker, which its
-task may have caused, from the loss of a node, for which a task is rarely to blame. The engine counts both per task, and
-replaces a lost worker with a new one.
+task may have caused, from the loss of a node, which a task rarely causes. The engine counts both for each task, and
+replaces a lost worker with a new worker.
 
 Ray sends nested classes by value, so a node does not need clipmill to load the actor class. The function and the task
 stay serialised until the worker has passed the check.
@@ -46,8 +46,8 @@ class Nodes:
 
     Args:
         need: Resources of a worker. A node with fewer resources never gets a task.
-        instance_name: Name of the Ray instance for messages.
-        wait_s: Time to wait for a node that can run a worker, in seconds.
+        instance_name: Name of the Ray instance, used in messages.
+        wait_s: Time, in seconds, to wait for a node that can run a worker.
         notify: Function that shows a message to the user.
     """
 
@@ -99,7 +99,7 @@ class Nodes:
         return any(node["NodeID"] not in excluded_ids for node in self._suitable_nodes())
 
     def _name_node(self, node_id: str) -> str:
-        """Return the name of a node for messages."""
+        """Return the name of a node, for use in messages."""
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
         return f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}"
 
@@ -190,10 +190,10 @@ class Nodes:
 
 _TASKS_PER_ACTOR = 2  # the running task and the next task, so that an actor does not wait for the command
 _START_LIMIT_S = 300.0  # time limit for a node's first worker to start; Ray may have to set up a runtime environment
-_NUM_START_CHECKS = 10  # number of checks within this time
+_NUM_START_CHECKS = 10  # number of checks within this time limit
 _MAX_FAILED_STARTS = 3  # maximum number of consecutive failed starts per actor
 _MAX_LOST_NODES = 10  # maximum number of lost nodes per task, because a task may bring down its nodes
-_MAX_FAULTS = 2  # number of consecutive tasks that only this node fails, after which the node is refused
+_MAX_FAULTS = 2  # a node is refused after it fails this number of consecutive tasks that other nodes complete
 _MAX_DOUBTFUL_NODES = 3  # maximum number of nodes that try a task whose inputs may have caused its failure
 
 Events = Iterator[Outcome[Any, Any] | RefusedNode | None]
@@ -207,7 +207,7 @@ class _Attempt:
         name: Name of the task in Ray's lists.
         num_deaths: Number of times that the worker died but its node survived.
         num_lost_nodes: Number of times that the node was lost.
-        failed_nodes: Node ID -> reason, for the nodes on which the task failed because of a machine fault.
+        failed_nodes: Reason for each failure that the machine may have caused, by node ID.
     """
 
     task: Any
@@ -273,7 +273,7 @@ class ActorRun:
                 options = self._nodes.options(avoided_ids=avoided_ids)
                 handle = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote()
                 self._starting[handle.arrive.remote()] = handle
-            # Cancel actors without a task or without room, which would start needlessly at the end of the run.
+            # Cancel actors for which there is no task or no room; they would start needlessly at the end of the run.
             while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
                 self._ray.kill(self._starting.popitem()[1])
             yield from self._refuse_unresponsive_nodes()
@@ -333,7 +333,9 @@ class ActorRun:
                 for call, handle in [*self._starting.items()]:
                     if actor_nodes.get(handle._actor_id.hex()) == node_id:
                         self._ray.kill(self._starting.pop(call))
-                reason = f"no worker has started on it within {_START_LIMIT_S:g} s; its Ray logs may contain the cause"
+                reason = (
+                    f"no worker started within {_START_LIMIT_S:g} s; the Ray logs of the node may contain the cause"
+                )
                 yield from self._nodes.refuse(node_id, reason)
 
     def _send_task(self, actor: _Actor) -> None:
@@ -351,7 +353,7 @@ class ActorRun:
             self._busy[call] = actor, attempt
 
     def _finish_task(self, call: Any) -> Events:
-        """Handle the end of a task: yield its outcome, or let other nodes try it if the machine may have failed.
+        """Handle the end of a task: yield its outcome, or let other nodes try the task if the machine may have failed.
 
         The machine is considered faulty if another machine completes the task, but not if all nodes fail the task.
         """
@@ -420,8 +422,8 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
     """Return an actor class that runs serialised calls. Its method `arrive` must be called first.
 
     Args:
-        check: Function that returns the reason why the actor must get no tasks, or None. It is sent by value if it is
-            defined in `clipmill.prep.engines.admission`.
+        check: Function that returns the reason why the actor must get no tasks, or None. The function is sent by value
+            if it is defined in `clipmill.prep.engines.admission`.
         need: Resources of a worker, which determine its number of threads.
     """
     ray.cloudpickle.register_pickle_by_value(admission)

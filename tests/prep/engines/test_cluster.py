@@ -211,7 +211,7 @@ def test_a_node_on_which_no_worker_starts_is_named_and_left_out(
         if isinstance(event, RefusedNode):
             refused.append(event)
     assert [event.node.split()[1] for event in refused] == [node.node_id[:8]]
-    assert refused[0].reason.startswith("no worker has started on it within 15 s")
+    assert refused[0].reason.startswith("no worker started within 15 s")
 
 
 def test_ray_that_does_not_start_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_cluster_of_another_version_is_refused(cluster: Any) -> None:
     ray.shutdown()
     try:
         with pytest.raises(
-            UserError, match=r"it runs Ray 1\.13\.0 and Python 3\..*, but this command runs Ray "
+            UserError, match=r"the cluster runs Ray 1\.13\.0 and Python 3\..*, but this command runs Ray "
         ) as raised:
             connect(ray, cluster.address)
     finally:
