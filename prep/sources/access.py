@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STAT_LIMIT_S = 60.0  # timeout per file
 _FINGERPRINT_BYTES = 1 << 20
-# Errors that the machine causes, and not the file. The next probe may succeed.
+# Errors caused by the machine, not by the file. The next probe may succeed.
 _MACHINE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -178,7 +178,7 @@ def as_failure(code: FailureCode, what: str) -> Iterator[None]:
 
     Args:
         code: Code of the failure.
-        what: Description of the error, with which the message begins.
+        what: Description of the error, used as the start of the message.
     """
     import av.error
 

@@ -54,5 +54,7 @@ def scenedetect_version() -> str:
 
 def version_mismatch(version: str) -> str | None:
     """Return the reason why this machine must not detect shots for a plan with PySceneDetect `version`, or None."""
-    installed = scenedetect_version()
-    return None if installed == version else f"PySceneDetect is {installed}, but the plan requires {version}"
+    installed_version = scenedetect_version()
+    if installed_version == version:
+        return None
+    return f"PySceneDetect is {installed_version}, but the plan requires {version}"

@@ -10,8 +10,8 @@ Files are opened only with an allowlist of demuxers and through the file protoco
 disguised as a video is rejected, so it cannot make libav read other files. Objects are read in ranges
 (`clipmill.prep.sources.remote`), with the same result.
 
-`clipmill.prep.sources.probe_processes` runs probes in separate processes: a file that hangs or crashes its reader, or
-exhausts its memory, affects only that process.
+`clipmill.prep.sources.probe_processes` runs probes in separate processes, so a file that makes its reader hang, crash
+or run out of memory affects only this reader.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
                 timeline, _ = read_timeline(container, file=file, on_packet=lambda packet: on_read())
         if timeline.truncation:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.truncation)
-        if timeline.track != track.index:  # the first track has only one frame
+        if timeline.track != track.index:  # the first track contains only one frame
             with open_video(source) as container:
                 track = _read_track(container, find_track(container, timeline.track))
         picture = track.picture

@@ -25,7 +25,7 @@ from clipmill.manifests.storage.mirrors import refresh
 from clipmill.prep.core.data_folder import PROBES_FILE
 from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.probe_processes import MAX_BYTES, MAX_SOURCES
-from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Probing, add_shares, read_probes
+from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Prober, add_shares, read_probes
 
 if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
@@ -48,7 +48,7 @@ def probe_in_parts(
     *,
     todo: np.ndarray,
     part_run: "PartRun",
-    probing: Probing,
+    prober: Prober,
 ) -> bool:
     """Read shares of the files until no share is left, and store their probes. The caller can plan afterwards.
 
@@ -61,7 +61,7 @@ def probe_in_parts(
     """
     count = num_shares(states, num_parts=part_run.part.count)
     folder, share_of = data_dir / SHARES_FOLDER, todo % count
-    unfinished = {int(share): paths.take(pa.array(todo[share_of == share])) for share in np.unique(share_of)}
+    unfinished_shares = {int(share): paths.take(pa.array(todo[share_of == share])) for share in np.unique(share_of)}
     last_states: dict[Path, tuple[int, int]] = {}
 
     def share_path(share: int) -> Path:
@@ -79,19 +79,21 @@ def probe_in_parts(
         """Return the shares with sources whose probes are neither in the share's file nor in `probes.parquet`."""
         with folder_lock(data_dir):  # this also refreshes the table if the data folder is in a bucket
             refresh(folder)
-        if unfinished and has_changed(data_dir / PROBES_FILE):  # another part has planned, and may already have ended
+        if unfinished_shares and has_changed(
+            data_dir / PROBES_FILE
+        ):  # another part has planned, and may already have ended
             table = read_probes(data_dir, columns=["path", "size_bytes", "mtime_ns", "code"])
             table = table.filter(pc.is_in(table["path"], value_set=paths.take(pa.array(todo))))
-            _, is_hit = probing.match(paths.take(pa.array(todo)), states.take(todo), table)
-            for share in unfinished.keys() - set(share_of[~is_hit].tolist()):
-                del unfinished[share]
-        for share, sources in list(unfinished.items()):
+            _, is_hit = prober.match(paths.take(pa.array(todo)), states.take(todo), table)
+            for share in unfinished_shares.keys() - set(share_of[~is_hit].tolist()):
+                del unfinished_shares[share]
+        for share, sources in list(unfinished_shares.items()):
             if has_changed(share_path(share)):
                 with suppress(FileNotFoundError, ValueError):
                     probed_paths = read_table_file(share_path(share), schema=PROBES, columns=["path"])["path"]
                     if pc.all(pc.is_in(sources, value_set=probed_paths)).as_py():
-                        del unfinished[share]
-        return list(unfinished)
+                        del unfinished_shares[share]
+        return list(unfinished_shares)
 
     num_done = 0
 
@@ -100,9 +102,11 @@ def probe_in_parts(
         share_paths, file_states = paths.take(pa.array(rows)), states.take(rows)
         folder.mkdir(exist_ok=True)
         stored = add_shares(known_probes, [share_path(share)])
-        stored_rows, is_hit = probing.match(share_paths, file_states, stored)
-        show = partial(lambda offset, number, _: probing.on_progress(offset + number, len(todo)), num_done)
-        save(replace(probing, on_progress=show).probe(share_paths, file_states, stored, stored_rows, is_hit, save=save))
-        unfinished.pop(share, None)  # never claim a share twice, even if its file is not yet visible on this machine
+        stored_rows, is_hit = prober.match(share_paths, file_states, stored)
+        show = partial(lambda offset, number, _: prober.on_progress(offset + number, len(todo)), num_done)
+        save(replace(prober, on_progress=show).probe(share_paths, file_states, stored, stored_rows, is_hit, save=save))
+        unfinished_shares.pop(
+            share, None
+        )  # never claim a share twice, even if its file is not yet visible on this machine
         num_done += len(rows)
     return part_run.is_first

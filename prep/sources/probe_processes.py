@@ -3,8 +3,9 @@
 A hostile or damaged file can make its reader process crash or use all memory, and a dead mount can block it forever. A
 reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
 ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
-after all other sources, when no other reader runs. It fails only if its reader ends two more times. A new reader
-continues with the next sources. A process that even SIGKILL cannot end (blocked inside the kernel) is abandoned.
+after all other sources, when no other reader runs. The source fails only if its reader ends two more times. A new
+reader continues with the next sources. A process that is blocked inside the kernel, where even SIGKILL cannot end it,
+is abandoned.
 
 `serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
 first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. A reader
@@ -82,22 +83,23 @@ def _probe_once(
             for reader in readers:
                 while len(reader.queue) < length and (source := _next_source(retries, sources)) is not None:
                     reader.enqueue(*source)
-            busy = [reader for reader in readers if reader.queue]
-            if not busy:
+            busy_readers = [reader for reader in readers if reader.queue]
+            if not busy_readers:
                 source = _next_source(retries, sources)
                 if source is None:
                     return
                 readers.append(Reader())
                 readers[-1].enqueue(*source)
                 continue
-            ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
+            ready_descriptors = wait([reader.descriptor for reader in busy_readers], timeout=_SPAWN_DELAY_S)
             # Starting a reader takes longer than reading most sources.
-            is_slow = not ready and all(reader.has_started for reader in busy)
-            if is_slow and len(busy) < max_processes and (source := _next_source(retries, sources)) is not None:
+            is_slow = not ready_descriptors and all(reader.has_started for reader in busy_readers)
+            can_start = is_slow and len(busy_readers) < max_processes
+            if can_start and (source := _next_source(retries, sources)) is not None:
                 readers.append(Reader())
                 readers[-1].enqueue(*source)
-            for reader in busy:
-                for result in reader.results(is_ready=reader.descriptor in ready):
+            for reader in busy_readers:
+                for result in reader.results(is_ready=reader.descriptor in ready_descriptors):
                     num_done += 1
                     yield result
                 if not reader.is_alive:
@@ -132,7 +134,7 @@ class Reader:
             [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # read after the process has exited; before, the process writes nothing to it
+            stderr=subprocess.PIPE,  # read after the process has exited, because it writes nothing before that
             process_group=0,  # the driver handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -299,7 +301,7 @@ def probe_on_workers(
                 else:
                     remaining.append(index)
     outcomes = probe_each([paths[index] for index in remaining], max_processes=max_processes)
-    yield from ((remaining[number], result) for number, result in outcomes)
+    yield from ((remaining[position], result) for position, result in outcomes)
 
 
 def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:

@@ -1,7 +1,7 @@
 """Sources in object storage and on web servers: request their states, and read them in ranges.
 
-A source is read through a `RemoteFile`, with the same fingerprint, probe and shots as a local file. libav reads through
-this Python file, and never opens a connection itself. Only the encoder needs a local copy
+A source is read through a `RemoteFile`, and has the same fingerprint, probe and shots as a local file. libav reads
+through this Python object, and never opens a connection itself. Only the encoder needs a local copy
 (`clipmill.prep.video.staging`).
 """
 
@@ -56,7 +56,7 @@ def _open_bucket(root: str, _process: int) -> Objects:
 
 @contextmanager
 def as_source_failure() -> Iterator[None]:
-    """Convert errors of object storage to temporary failures of a source."""
+    """Convert errors from object storage to temporary failures of a source."""
     try:
         yield
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 
 
 def source_state(objects: Objects, key: str) -> tuple[int, int]:
-    """Return the `object_state` of a source. Errors are raised as by `Objects`."""
+    """Return the `object_state` of a source. The exceptions are those of `Objects`."""
     try:
         return object_state(objects.info(key))
     except FileNotFoundError:
@@ -98,11 +98,11 @@ def source_state(objects: Objects, key: str) -> tuple[int, int]:
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
     """Yield the row of each URL and its state or failure, in any order.
 
-    For sources in a bucket, their common folder is listed, with a thousand objects per request. Each source that is not
+    The common folder of the sources in a bucket is listed, with a thousand objects per request. Each source that is not
     in the listing, and each source on a web server, takes a separate request.
 
     Raises:
-        UserError: A bucket does not exist, it refuses the credentials, or a server refuses all sources.
+        UserError: A bucket does not exist or refuses the credentials, or a server refuses all sources.
     """
     groups: dict[str, dict[str, list[int]]] = {}
     for row, url in enumerate(urls):
@@ -117,11 +117,11 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
             states.update(zip(unlisted_keys, pool.map(_StateReader(objects), unlisted_keys), strict=True))
         failures = [state for state in states.values() if isinstance(state, SourceFailure)]
-        refused = [failure for failure in failures if failure.code in REFUSALS]
-        if len(refused) == len(states) and (len(states) > 1 or len(groups) == 1):
+        refusals = [failure for failure in failures if failure.code in REFUSALS]
+        if len(refusals) == len(states) and (len(states) > 1 or len(groups) == 1):
             raise StorageRefused(
-                f"{mask_secrets(root)}: {refused[0].message} for all {count_noun(len(states), 'source')} there",
-                hint="check the credentials and what they permit, then run the same command again",
+                f"{mask_secrets(root)}: {refusals[0].message} for all {count_noun(len(states), 'source')} there",
+                hint="check the credentials and their permissions, and run the same command again",
             )
         for key, state in states.items():
             yield from ((row, state) for row in rows[key])
@@ -130,10 +130,10 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
 def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State]]:
     """Yield (key, state) for the `keys` in a listing of their common folder; nothing if listing is not allowed.
 
-    If the server does not respond, every key gets this failure.
+    If the server does not respond, every key gets the same failure.
 
     Raises:
-        UserError: The bucket does not exist, or it refuses the credentials.
+        UserError: The bucket does not exist, or refuses the credentials.
     """
     if len(keys) == 1:
         return
@@ -233,7 +233,7 @@ class RemoteFile(io.RawIOBase):
     def _block(self, end: int) -> tuple[int, bytes]:
         """Return the offset and the content of the block that contains the current position.
 
-        A block that is not cached is read up to `end`, if it does not exceed the maximum size.
+        A block that is not cached is read at least up to `end`, unless this exceeds the maximum size of a read.
         """
         offset = self._position
         for begin, content in self._blocks.items():

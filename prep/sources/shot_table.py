@@ -27,7 +27,7 @@ from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, RefusedN
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_MAX_SAVING = 0.05  # maximum fraction of a run's time for saving; frequent saving means a killed run loses little
+_MAX_SAVE_FRACTION = 0.05  # maximum fraction of a run's time to spend on saving, so that a killed run loses little
 
 SHOTS = pa.schema(
     [
@@ -68,10 +68,9 @@ def shot_rows(shots: pa.Table, *, key: str, fingerprints: pa.Array, num_frames: 
         num_frames: Number of frames of each video at the detector's frame rate, int64 [videos].
     """
     rows = np.flatnonzero(np.asarray(pc.equal(shots["detector"], key)))
-    known = as_array(shots["fingerprint"]).take(pa.array(rows))
-    positions = np.asarray(pc.fill_null(pc.index_in(fingerprints, value_set=known, skip_nulls=True), -1)).astype(
-        np.int64
-    )
+    known_fingerprints = as_array(shots["fingerprint"]).take(pa.array(rows))
+    indices = pc.index_in(fingerprints, value_set=known_fingerprints, skip_nulls=True)
+    positions = np.asarray(pc.fill_null(indices, -1)).astype(np.int64)
     is_hit = positions >= 0
     positions[is_hit] = rows[positions[is_hit]]
     is_hit[is_hit] &= np.asarray(shots["num_frames"])[positions[is_hit]] == num_frames[is_hit]
@@ -136,13 +135,13 @@ class Detection:
         shots: Stored and new rows, including failures that are not stored (schema SHOTS).
         num_videos: Number of sources that were searched.
         cpu_s: CPU time of the workers in seconds.
-        refused: Workers that failed the admission check and received no tasks.
+        refused_nodes: Nodes that were refused or lost during the detection.
     """
 
     shots: pa.Table
     num_videos: int
     cpu_s: float
-    refused: tuple[RefusedNode, ...]
+    refused_nodes: tuple[RefusedNode, ...]
 
 
 def detect_shots(
@@ -172,16 +171,16 @@ def detect_shots(
     is_searched = pc.and_(pc.is_in(shots["fingerprint"], value_set=fingerprints), pc.equal(shots["detector"], key))
     is_used = pc.is_in(shots["detector"], value_set=pa.array(sorted(used_detectors), pa.string()))
     kept_rows = shots.filter(pc.and_not(is_used, is_searched))
-    stored: list[dict[str, object]] = []
-    transient: list[dict[str, object]] = []  # failures of sources that the next run may be able to search
-    refused: list[RefusedNode] = []
+    new_rows: list[dict[str, object]] = []
+    transient_rows: list[dict[str, object]] = []  # failures of sources that the next run may be able to search
+    refused_nodes: list[RefusedNode] = []
     last_save_s = time.monotonic()
     save_duration_s, total_cpu_s = 0.0, 0.0
 
     def save() -> None:
         nonlocal last_save_s, save_duration_s
         begin_s = time.monotonic()
-        table = _join_rows(kept_rows, stored)
+        table = _join_rows(kept_rows, new_rows)
         # Sort the table, so that it does not depend on the order in which the sources finished.
         table = table.sort_by([("detector", "ascending"), ("fingerprint", "ascending")]).combine_chunks()
         with folder_lock(data_dir):
@@ -195,7 +194,7 @@ def detect_shots(
     try:
         for outcome in _search_sources(engine, sorted_tasks, check=check):
             if isinstance(outcome, RefusedNode):
-                refused.append(outcome)
+                refused_nodes.append(outcome)
                 warn_refused(outcome)
             elif outcome is not None:
                 task = outcome.task
@@ -204,19 +203,20 @@ def detect_shots(
                 )
                 row = {"detector": key, "fingerprint": task.fingerprint, "num_frames": task.num_frames}
                 if result.failure is None:
-                    stored.append({**row, "cuts": list(result.cuts)})
+                    new_rows.append({**row, "cuts": list(result.cuts)})
                 else:
                     code, message, is_lasting = result.failure
-                    (stored if is_lasting else transient).append({**row, "code": str(code), "message": message})
+                    (new_rows if is_lasting else transient_rows).append({**row, "code": str(code), "message": message})
                 total_cpu_s += result.cpu_s
-                on_progress(len(stored) + len(transient), len(tasks))
-            if len(stored) > num_saved and time.monotonic() - last_save_s >= save_duration_s / _MAX_SAVING:
+                on_progress(len(new_rows) + len(transient_rows), len(tasks))
+            if len(new_rows) > num_saved and time.monotonic() - last_save_s >= save_duration_s / _MAX_SAVE_FRACTION:
                 save()
-                num_saved = len(stored)
+                num_saved = len(new_rows)
     finally:
-        if len(stored) > num_saved:
+        if len(new_rows) > num_saved:
             save()
-    return Detection(_join_rows(kept_rows, [*stored, *transient]), len(tasks), total_cpu_s, tuple(refused))
+    all_rows = _join_rows(kept_rows, [*new_rows, *transient_rows])
+    return Detection(all_rows, len(tasks), total_cpu_s, tuple(refused_nodes))
 
 
 def _search_sources(

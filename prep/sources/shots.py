@@ -41,23 +41,23 @@ def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, dete
     from scenedetect.common import FrameTimecode
 
     scene_detector, cuts = detector.open(), set[int]()
-    number = 0
+    frame_index = 0
     for picture_BGR, count in _output_pictures(location, timeline, num_frames=num_frames, fps=detector.fps):
         for _ in range(count):
-            time = FrameTimecode(number, detector.fps)
+            time = FrameTimecode(frame_index, detector.fps)
             cuts.update(cut.frame_num for cut in scene_detector.process_frame(time, picture_BGR))
-            number += 1
-    if not number:
+            frame_index += 1
+    if not frame_index:
         raise SourceFailure(FailureCode.DECODE_ERRORS, "no frame can be decoded to detect shots")
-    cuts.update(cut.frame_num for cut in scene_detector.post_process(FrameTimecode(number - 1, detector.fps)))
+    cuts.update(cut.frame_num for cut in scene_detector.post_process(FrameTimecode(frame_index - 1, detector.fps)))
     return sorted(cut for cut in cuts if 0 < cut < num_frames)
 
 
-def output_number(time_s: Fraction, *, fps: Fraction) -> int:
+def output_index(time_s: Fraction, *, fps: Fraction) -> int:
     """Return the output frame nearest to a time. Ties are rounded away from zero, as in ffmpeg (AV_ROUND_NEAR_INF)."""
     position = 2 * abs(time_s) * fps + 1
-    number = position.numerator // (2 * position.denominator)
-    return number if time_s >= 0 else -number
+    index = position.numerator // (2 * position.denominator)
+    return index if time_s >= 0 else -index
 
 
 def _output_pictures(
@@ -78,17 +78,17 @@ def _output_pictures(
         ):
             find_track(container, timeline.track).codec_context.thread_count = 1  # videos are decoded in parallel
             scaler = _Scaler()
-            last_frame, next_number = None, 0
+            last_frame, next_index = None, 0
             for time_s, frame in displayed_frames(container, timeline, packets, skips_damage=True):
-                number = min(output_number(time_s, fps=fps), num_frames)
-                if last_frame is not None and number > next_number:
-                    yield scaler.scale(last_frame), number - next_number
-                    next_number = number
+                index = min(output_index(time_s, fps=fps), num_frames)
+                if last_frame is not None and index > next_index:
+                    yield scaler.scale(last_frame), index - next_index
+                    next_index = index
                 last_frame = frame
-                if next_number == num_frames:
+                if next_index == num_frames:
                     return
-            if last_frame is not None and next_number < num_frames:
-                yield scaler.scale(last_frame), num_frames - next_number
+            if last_frame is not None and next_index < num_frames:
+                yield scaler.scale(last_frame), num_frames - next_index
 
 
 class _Scaler:

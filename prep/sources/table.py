@@ -1,4 +1,4 @@
-"""Probe all sources of a manifest, and store the results in `<data>/probes.parquet`; unchanged files are probed once.
+"""Probe all sources of a manifest, and store the results in `<data>/probes.parquet`. Unchanged files are probed once.
 
 A file counts as unchanged if its path, size and modification time are the same. Failures that the file caused are also
 stored. Files with failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every
@@ -6,7 +6,7 @@ run. If a source becomes unreadable, the properties from its last successful pro
 made from the source are kept too, although the file may no longer exist.
 
 Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended.
-Therefore each check has a timeout, after which the thread is abandoned and another thread continues with its remaining
+Therefore each check has a timeout, after which the thread is abandoned and another thread continues with the remaining
 files. Abandoned threads do not delay the exit of the program.
 """
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from clipmill.prep.sources.access import SourceFacts
     from clipmill.prep.sources.probe_processes import Run
 
-_SHORT_LIMIT_S = 1.0  # timeout in a folder in which a file timed out, because a dead mount may have thousands of files
+_SHORT_LIMIT_S = 1.0  # timeout in a folder where a file has timed out: a dead mount may contain thousands of files
 _SLICE_FILES = 4096
 _TICK_S = 0.5  # interval at which threads are checked for timeouts
 NO_FILE = -1
 _SHARE_FILE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
-SHARES_FOLDER = ".probes"  # subfolder of the data folder with probes of parts that are not yet in `probes.parquet`
+SHARES_FOLDER = ".probes"  # subfolder of the data folder for the probes of parts, until they are in `probes.parquet`
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FileStates:
 
     def take(self, rows: np.ndarray) -> "FileStates":
         """Return the states of the files in `rows`, int64 [N], in this order."""
-        failures = {number: self.failures[row] for number, row in enumerate(rows.tolist()) if row in self.failures}
+        failures = {index: self.failures[row] for index, row in enumerate(rows.tolist()) if row in self.failures}
         return FileStates(self.size_bytes[rows], self.mtime_ns[rows], failures)
 
 
@@ -71,7 +71,7 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     """Return the size and modification time of each of `paths`, which may be URLs.
 
     Raises:
-        UserError: A bucket does not exist, or it refuses the credentials.
+        UserError: A bucket does not exist, or refuses the credentials.
     """
     is_url = np.asarray(pc.match_substring(paths, "://"))
     if not is_url.any():
@@ -80,8 +80,8 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
 
     rows = np.flatnonzero(is_url)
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
-    for number, state in remote_states(paths.take(pa.array(rows)).to_pylist()):
-        row = int(rows[number])
+    for index, state in remote_states(paths.take(pa.array(rows)).to_pylist()):
+        row = int(rows[index])
         if isinstance(state, SourceFailure):
             states.failures[row] = state
         else:
@@ -203,7 +203,7 @@ def _check_slices(waiting: "SimpleQueue[_Slice]", active: set[_Slice], finished:
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVING = 0.03  # maximum fraction of the time for saving, which takes longer with more probes
+_MAX_SAVE_FRACTION = 0.03  # maximum fraction of the time to spend on saving, which takes longer with more probes
 _MAX_RECORDS = 4096  # maximum number of probes held as Python objects
 _MAX_REFUSED = 100  # after this many consecutive sources with refused access, no further sources are requested
 _NEVER = -1  # impossible modification time, so that the next run does not reuse the row
@@ -238,7 +238,7 @@ def read_probes(
     """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Args:
-        paths: Paths of the manifest. If the stored paths are equal, the result contains this array, to save memory.
+        paths: Paths in the manifest. If the stored paths are the same, the result contains this array, to save memory.
         columns: Names of the columns to return; None for all.
 
     Raises:
@@ -282,7 +282,7 @@ def share_files(data_dir: Path) -> list[Path]:
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and the temporary files of killed parts; keep a folder with other files."""
+    """Remove the probes of parts and the temporary files of killed parts. If the folder is then empty, remove it too."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -293,7 +293,7 @@ def probes_of(paths: pa.ChunkedArray, probes: pa.Table) -> tuple[pa.Table, np.nd
     """Return the probes of the `paths` that have been probed, in this order, and a mask of these paths, bool [N]."""
     if probes["path"].equals(paths):
         return probes, np.ones(len(paths), bool)
-    rows = _rows_of(paths, known=probes["path"])
+    rows = _rows_of(paths, known_paths=probes["path"])
     return probes.take(pa.array(rows[rows >= 0])), rows >= 0
 
 
@@ -315,27 +315,27 @@ def probe_sources(
         run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
             machine.
         divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
-            the remaining files. It returns True if this process must add the results to the stored probes.
+            the remaining files. The function returns True if this process must add the results to the stored probes.
         on_progress: Function to call with (number probed, number to probe).
 
     Raises:
         StorageRefused: A bucket refuses the credentials, or a bucket or server refuses many consecutive sources.
     """
     states = stat_files(paths, num_threads=num_workers)
-    probing = Probing(num_workers, retry_failed, run, on_progress)
+    prober = Prober(num_workers, retry_failed, run, on_progress)
     stored = read_probes(data_dir, paths=paths)
     known_probes = add_shares(stored, share_files(data_dir))
-    rows, is_hit = probing.match(paths, states, known_probes)
+    rows, is_hit = prober.match(paths, states, known_probes)
     adds_shares = True
     if divide is not None:
         if len(todo := np.flatnonzero(~is_hit)):
             # Keep only these probes: all probes are read again below, and must not be in memory twice.
             stored = known_probes = known_probes.take(pa.array(rows[todo][rows[todo] >= 0]))
-        adds_shares = divide(data_dir, paths, states, known_probes, todo=todo, probing=probing)
+        adds_shares = divide(data_dir, paths, states, known_probes, todo=todo, prober=prober)
         if len(todo) or not adds_shares:  # another part may have stored the probes in the meantime
             stored = read_probes(data_dir, paths=paths)
             known_probes = add_shares(stored, share_files(data_dir))
-            rows, is_hit = probing.match(paths, states, known_probes)
+            rows, is_hit = prober.match(paths, states, known_probes)
     is_stored = (
         known_probes is stored
         and known_probes["path"].equals(paths)
@@ -343,9 +343,7 @@ def probe_sources(
     )
     if is_hit.all() and is_stored:
         return known_probes
-    table = probing.probe(
-        paths, states, known_probes, rows, is_hit, save=lambda probes: _write_probes(data_dir, probes)
-    )
+    table = prober.probe(paths, states, known_probes, rows, is_hit, save=lambda probes: _write_probes(data_dir, probes))
     if not table.equals(stored, check_metadata=True):
         _write_probes(data_dir, table)
     if adds_shares:
@@ -354,7 +352,7 @@ def probe_sources(
 
 
 @dataclass(frozen=True)
-class Probing:
+class Prober:
     """Prober of sources. The fields are arguments of `probe_sources`, which describes them."""
 
     num_workers: int
@@ -366,7 +364,7 @@ class Probing:
         self, paths: pa.ChunkedArray, states: FileStates, known_probes: pa.Table
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the row of each path in `known_probes`, int64 [N], -1 if missing, and the mask of reusable rows."""
-        rows = _rows_of(paths, known=known_probes["path"])
+        rows = _rows_of(paths, known_paths=known_probes["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known_probes["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
         is_hit[is_hit] &= np.asarray(known_probes["mtime_ns"])[rows[is_hit]] == states.mtime_ns[is_hit]
@@ -420,12 +418,12 @@ class Probing:
                 save(present_rows())
                 raise StorageRefused(
                     f"{record['path']}: {record['message']}",
-                    hint="check the credentials and what they permit, then run the same command again",
+                    hint="check the credentials and their permissions, and run the same command again",
                 )
             if (begin_s := time.monotonic()) > next_save_s:
                 save(present_rows())
                 end_s = time.monotonic()
-                next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVING)
+                next_save_s = end_s + max(_SAVE_INTERVAL_S, (end_s - begin_s) / _MAX_SAVE_FRACTION)
         return present_rows()
 
 
@@ -442,7 +440,7 @@ def failed_sources(probes: pa.Table, *, only_temporary: bool) -> np.ndarray:
 def num_to_read(probes: pa.Table) -> int:
     """Return the number of failed sources that a plan would read again: temporary failures, and changed files.
 
-    Local files are checked again. Sources in buckets are not, because that would cost requests.
+    Local files are checked again. Sources in buckets are not checked, because that would cost requests.
     """
     temporary = failed_sources(probes, only_temporary=True)
     lasting = np.setdiff1d(failed_sources(probes, only_temporary=False), temporary)
@@ -450,7 +448,7 @@ def num_to_read(probes: pa.Table) -> int:
 
 
 def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
-    """Return the probes with a failure for each readable file that is now missing or has changed."""
+    """Return the probes, with a failure for each file that was readable and is now missing or has changed."""
     failures = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
     if not failures:
         return probes
@@ -463,18 +461,18 @@ def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
 
 
 def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> dict[int, SourceFailure]:
-    """Return a failure for each local file that differs from its state when it was probed, by row."""
+    """Return, by row, a failure for each local file that has changed since it was probed."""
     rows = rows[~np.asarray(pc.match_substring(probes["path"], "://"))[rows]]
     files = probes.select(["path", "size_bytes", "mtime_ns"]).take(pa.array(rows))
     states = stat_files(files["path"], num_threads=num_threads)
     is_changed = states.size_bytes != np.asarray(files["size_bytes"])
     is_changed |= states.mtime_ns != np.asarray(files["mtime_ns"])
-    failure = SourceFailure(FailureCode.SOURCE_CHANGED, "its size or time has changed since it was read")
-    return {int(rows[number]): states.failures.get(int(number), failure) for number in np.flatnonzero(is_changed)}
+    failure = SourceFailure(FailureCode.SOURCE_CHANGED, "its size or modification time has changed")
+    return {int(rows[index]): states.failures.get(int(index), failure) for index in np.flatnonzero(is_changed)}
 
 
 class _ProbeTable:
-    """Table of probes that starts with the known probes, and grows by the probes of this run."""
+    """Table that contains the known probes, and to which the probes of this run are added."""
 
     def __init__(self, known: pa.Table) -> None:
         self._parts = [known.cast(PROBES)]
@@ -482,7 +480,7 @@ class _ProbeTable:
         self._num_rows = len(known)
 
     def append(self, record: dict[str, Any]) -> int:
-        """Add a row of PROBES and return its number."""
+        """Add a row (schema PROBES) and return its index."""
         if len(self._records) == _MAX_RECORDS:
             self.table()
         self._records.append(record)
@@ -505,7 +503,7 @@ def _probe_rows(
     readable_rows = [row for row in todo if row not in failures]
     if not readable_rows:
         return
-    # Size and modification time were read before the probe. If the file has grown since, the next run detects it.
+    # Size and modification time were read before the probe. If a file has grown since then, the next run detects it.
     source_paths = paths.take(pa.array(readable_rows)).to_pylist()
     if run is None:
         from clipmill.prep.sources.probe_processes import probe_each
@@ -516,14 +514,14 @@ def _probe_rows(
 
         sizes = states.size_bytes[readable_rows].tolist()
         outcomes = probe_on_workers(source_paths, sizes, run=run, max_processes=num_workers)
-    yield from ((readable_rows[number], outcome) for number, outcome in outcomes)
+    yield from ((readable_rows[index], outcome) for index, outcome in outcomes)
 
 
-def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
-    """Return the row of each path in `known`, int64; -1 if it is missing."""
-    if known.equals(paths):  # the usual case, without a lookup table, which takes 200 MB for a million paths
+def _rows_of(paths: pa.ChunkedArray, *, known_paths: pa.ChunkedArray) -> np.ndarray:
+    """Return the row of each path in `known_paths`, int64; -1 if it is missing."""
+    if known_paths.equals(paths):  # the usual case, without a lookup table, which takes 200 MB for a million paths
         return np.arange(len(paths))
-    return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
+    return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known_paths), -1)).astype(np.int64)
 
 
 def _write_probes(data_dir: Path, table: pa.Table) -> None:

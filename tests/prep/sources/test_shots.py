@@ -14,7 +14,7 @@ from clipmill.prep.core.tables import read_table_file, write_table_file
 from clipmill.prep.sources.detector import DEFAULT_THRESHOLD, Detector, DetectorName
 from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.shot_table import SHOTS, read_shots, shot_rows
-from clipmill.prep.sources.shots import _output_pictures, detect_cuts, output_number
+from clipmill.prep.sources.shots import _output_pictures, detect_cuts, output_index
 from clipmill.prep.synthetic import FrameNumberVideo, read_frame_number
 from clipmill.prep.video.encode import num_output_frames
 from clipmill.shards.timeline.model import Timeline
@@ -125,7 +125,7 @@ def test_the_detector_sees_the_frame_on_show_at_each_time(options: dict[str, obj
     ("pts", "number"), [(0, 0), (1, 0), (2, 1), (3, 1), (5, 1), (6, 2), (-1, 0), (-2, -1), (-6, -2)], ids=str
 )
 def test_times_are_rounded_to_the_nearest_output_frame_as_ffmpeg_does(pts: int, number: int) -> None:
-    assert output_number(Fraction(pts, 120), fps=FPS) == number
+    assert output_index(Fraction(pts, 120), fps=FPS) == number
 
 
 def test_every_frame_a_cut_never_a_cut_and_a_single_frame(tmp_path: Path) -> None:
