@@ -8,19 +8,20 @@ B is the batch size in clips, b the number of bytes read for a clip, rho the byt
 length in seconds, S_r the read speed of the disk in bytes per second, and delta the duration of a training step in
 seconds, without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on T.
 
-If N nodes read the same disk, B is the batch size of all nodes together, and S_r is the speed that the disk delivers to
-all nodes together. A single node may measure less than this speed, for example because of its network link. S_r is
-therefore between the measured speed and N times the measured speed.
+If N nodes read the same disk, B is the total batch size of all nodes, and S_r is the total speed that the disk delivers
+to all nodes. A single node may measure less than this speed, for example because of its network link. S_r is therefore
+between the measured speed and N times the measured speed.
 
 The read speed is measured on a sample of shards (`open_column`, `measure_disk`, `measure_bucket`). Step times come from
 the files in the folder of a training run (`read_run_steps`), because prep does not import train.
 
-A bucket serves many requests at once, each with a latency of tens of milliseconds:
+A bucket serves many requests in parallel, each with a latency of tens of milliseconds:
 
     requests in flight = requests per second x latency        (Little's law: Little 1961, Operations Research 9)
 
 E epochs of C clips transfer E x C x b / N bytes to each node if ranges are read. If complete tars are copied into a
-cache that can hold them, all D bytes are transferred to each node once. That is less if E exceeds N x D / (C x b).
+cache that can hold them, all D bytes are transferred to each node once. The cache transfers less if E exceeds
+N x D / (C x b).
 """
 
 import json
@@ -56,14 +57,14 @@ class Load:
     """Load that training puts on a disk or a bucket.
 
     Attributes:
-        batch: Clips per step of all nodes together (B).
+        batch: Total number of clips per step on all nodes (B).
         step_s: Duration of a step in seconds, without waiting for data (delta).
         read_bytes_per_s: Read speed in bytes per second (S_r), measured by one node or specified for all nodes.
         video_bytes_per_s: Bytes of chunks per second of video (rho), or bytes of latents if training reads latents.
         chunk_s: Chunk length in seconds (T).
-        clip_bytes: Bytes of a clip (b) by the kind of data that is read: packets, latents.
+        clip_bytes: Bytes read for a clip (b), by the kind of data: "packets" or "latents".
         num_nodes, gpus_per_node: Size of the cluster. All nodes read the same disk.
-        is_total: True if S_r is the speed of all nodes together; False if one node measured it.
+        is_total: True if S_r is the total speed of all nodes; False if one node measured it.
     """
 
     batch: int
@@ -83,7 +84,7 @@ class Load:
 
     @property
     def longest_chunk_s(self) -> float:
-        """Chunk length in seconds for which reading whole chunks takes exactly as long as the step."""
+        """Chunk length in seconds at which reading complete chunks takes exactly as long as the step."""
         return self.readable_bytes / (self.batch * self.video_bytes_per_s)
 
     @property
@@ -96,7 +97,7 @@ class Load:
 
     @cached_property
     def ways(self) -> dict[str, float]:
-        """Bytes per clip for each way of reading it."""
+        """Bytes per clip, by way of reading a clip."""
         return {WHOLE_CHUNKS: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
@@ -111,7 +112,7 @@ class Bucket:
     Attributes:
         latency_s: Latency of a request for one range of a clip, in seconds.
         requests_per_clip: Mean number of ranges per clip. Ranges with a short gap between them are merged.
-        set_bytes, num_shards: Total size in bytes and number of the tars of the variant.
+        set_bytes, num_shards: Total size in bytes, and number, of the variant's tars.
         clips_per_epoch: Clips per epoch (C).
     """
 
@@ -169,8 +170,8 @@ class Bucket:
             f"{count_noun(self.clips_per_epoch, 'clip')}, USD {values['usd_per_epoch']:.2g} at USD 0.40 per million"
         )
         yield (
-            f"local cache   {tars}; transfers less than reading ranges from "
-            f"{values['epochs_until_cache_pays']:.1f} epochs on"
+            f"local cache   {tars}; transfers less than range reads after "
+            f"{values['epochs_until_cache_pays']:.1f} epochs"
         )
 
 
@@ -237,8 +238,8 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
         elif load.is_total or headroom * load.num_nodes < 1:
             verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
         else:
-            needed = size_text(load.clips_per_s * clip_bytes)
-            verdict = f"fine only if {nodes} together get {needed}/s: pass their speed with --read-speed"
+            required_speed = size_text(load.clips_per_s * clip_bytes)
+            verdict = f"fine only if {nodes} together get {required_speed}/s: pass their speed with --read-speed"
         lines.append(
             f"{way:<13} {load.batch:,} x {size_text(clip_bytes)} = {size_text(load.batch * clip_bytes)}, "
             f"{size_text(load.clips_per_s * clip_bytes / load.num_nodes)}/s per node: {verdict}{chunk_limit}"
@@ -258,7 +259,7 @@ Ranges = Sequence[tuple[int, int]]  # (offset, size) in a tar
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Statistics of a sample of the reads that training makes from the current variant of a column.
+    """Statistics of the reads that training makes from the current variant of a column, computed on a sample.
 
     Attributes:
         bytes_per_s: Bytes of chunks, or of their latents, per second of video.
@@ -300,7 +301,8 @@ def open_column(variant: Variant, name: str) -> Column:
     shards = variant.shards()
     if not shards:
         raise UserError(
-            "the current variant has no chunks, because all of them failed", hint="run `prep status` for the reasons"
+            "the current variant contains no chunks, because all chunks failed",
+            hint="run `prep status` for the reasons",
         )
     sample = shards[:: -(-len(shards) // _MAX_SHARDS)]
     times = pa.concat_tables([shard.index.select(["num_frames", "fps_num", "fps_den"]) for shard in sample])
@@ -340,7 +342,7 @@ def open_column(variant: Variant, name: str) -> Column:
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
     """Return the reads of random clips with four frames. Only the packets of these frames are read.
 
-    The clips resemble clips of a training set without long captions: they are 1 to 4 s long, at any time in a chunk.
+    The clips resemble clips of a training set without long captions: they last 1 to 4 s, and start at random times.
     """
     rng, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:
@@ -403,7 +405,7 @@ def measure_bucket(column: Column, *, num_processes: int) -> tuple[ReadSpeed, Re
         num_processes: Number of train processes per node.
 
     Returns:
-        Speed of single requests, speed of all threads together, and a note on the method.
+        Speed of single requests, total speed of all threads, and a note on the method.
 
     Raises:
         Damaged, Inaccessible, OSError: An object cannot be read.
@@ -441,7 +443,7 @@ class RunSteps:
     Attributes:
         step_s: Median duration of a step in seconds, without waiting for data.
         num_steps: Number of steps over which the median is taken.
-        batch: Clips per step of all processes together; None if unknown.
+        batch: Total number of clips per step of all processes; None if unknown.
         num_readers: Number of processes that read data (all processes, or the first stage of each pipeline); None if
             unknown.
     """
@@ -453,7 +455,7 @@ class RunSteps:
 
 
 def read_run_steps(run: Path) -> RunSteps:
-    """Read the step statistics of a training run. The first tenth of the steps, at least one step, is warm-up.
+    """Read the step statistics of a training run. The first tenth of the steps (at least one) is a warm-up, and omitted.
 
     Args:
         run: Folder of the run.
@@ -461,7 +463,7 @@ def read_run_steps(run: Path) -> RunSteps:
     Raises:
         UserError: The folder is not the folder of a run, or the run has too few steps.
     """
-    hint = "use a run folder written by train, or --step-time SECONDS"
+    hint = "pass the folder of a training run, or --step-time SECONDS"
     path = run / METRICS_FILE
     try:
         lines = path.read_text().splitlines()
@@ -476,10 +478,10 @@ def read_run_steps(run: Path) -> RunSteps:
                 steps.append(seconds)
     steps = steps[max(1, int(len(steps) * _WARM_UP_FRACTION)) :]
     if not steps:
-        raise UserError(f"{path} has no steps after the warm-up", hint=hint)
+        raise UserError(f"{path} contains no steps after the warm-up", hint=hint)
     step_s = statistics.median(steps)
     if step_s <= 0:
-        raise UserError(f"the step time in {path} is {step_s:g} s, without waiting for data", hint=hint)
+        raise UserError(f"the step time in {path}, excluding the wait for data, is {step_s:g} s", hint=hint)
     batch = num_readers = None
     with suppress(OSError, UnicodeDecodeError):
         match = _BATCH.search((run / SETTINGS_FILE).read_text())

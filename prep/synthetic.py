@@ -93,7 +93,7 @@ def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
     content = bytearray(path.read_bytes())
     box = content.index(b"tkhd") - 4
     if content[box + 8] != 0:
-        raise ValueError(f"{path}: the track header has version {content[box + 8]}, expected 0")
+        raise ValueError(f"{path}: the track header has version {content[box + 8]} instead of 0")
     struct.pack_into(">9i", content, box + 48, *matrices[degrees])
     path.write_bytes(content)
 
@@ -143,7 +143,7 @@ class Scene:
         return {"label_colour": self.colour, "label_shape": self.shape, "label_motion": self.motion}
 
 
-def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
+def plan_scenes(*, duration_s: float, seed: int, split: str, index: int) -> list[Scene]:
     """Plan the scenes of a video.
 
     All videos of a split draw from a shuffled deck of all combinations of colour, shape and motion, so that few
@@ -151,9 +151,9 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
     videos.
 
     Args:
-        number: Index of the video in its split.
+        index: Index of the video in its split.
     """
-    rng = random.Random(f"{seed} {split} {number}")
+    rng = random.Random(f"{seed} {split} {index}")
     max_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
     scenes: list[Scene] = []
     begin_s = 0.0
@@ -161,7 +161,7 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
         end_s = round(begin_s + rng.uniform(SHORTEST_SCENE_S, LONGEST_SCENE_S), 2)
         if duration_s - end_s < SHORTEST_SCENE_S:
             end_s = duration_s
-        deck, position = divmod(number * max_scenes + len(scenes), len(COMBINATIONS))
+        deck, position = divmod(index * max_scenes + len(scenes), len(COMBINATIONS))
         order = list(COMBINATIONS)
         random.Random(f"{seed} {split} deck {deck}").shuffle(order)
         colour, shape, motion = order[position]
@@ -180,13 +180,13 @@ def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: in
     background[:HEIGHT] = rng.integers(50, 100)
     for plane in background[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
         plane[:] = rng.integers(122, 134)
-    scene_number = 0
-    for frame_number in range(num_frames):
-        time_s = float(frame_number / fps)
-        while time_s >= scenes[scene_number].end_s and scene_number + 1 < len(scenes):
-            scene_number += 1
+    scene_index = 0
+    for frame_index in range(num_frames):
+        time_s = float(frame_index / fps)
+        while time_s >= scenes[scene_index].end_s and scene_index + 1 < len(scenes):
+            scene_index += 1
         frame = background.copy()
-        _draw(frame, scenes[scene_number], time_s)
+        _draw(frame, scenes[scene_index], time_s)
         yield frame
 
 
@@ -222,7 +222,7 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
 
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
-# Part of every file name. Increment it when a change of the code changes the pictures for the same settings.
+# Part of every file name. Increment this number when a code change affects the pictures for the same settings.
 GENERATION = 2
 # Videos have different frame rates, as in real collections.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
@@ -242,22 +242,22 @@ class SyntheticVideo:
     """A video of the dataset. Its source ID depends on everything that determines the pixels.
 
     Attributes:
-        number: Index of the video in the dataset.
+        index: Index of the video in the dataset.
     """
 
     mode: Mode
-    number: int
+    index: int
     seed: int
     duration_s: float
 
     @property
     def source_id(self) -> str:
         settings = f"{GENERATION} {self.mode.value} {self.seed} {self.duration_s}"
-        return f"{self.mode.value}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}-{self.number:05d}"
+        return f"{self.mode.value}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}-{self.index:05d}"
 
     @property
     def fps(self) -> Fraction:
-        return FRAME_RATES[self.number % len(FRAME_RATES)]
+        return FRAME_RATES[self.index % len(FRAME_RATES)]
 
     @property
     def num_frames(self) -> int:
@@ -265,7 +265,7 @@ class SyntheticVideo:
 
     @property
     def split(self) -> str:
-        return VAL if self.number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
+        return VAL if self.index % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
 
     def captions(self) -> list[tuple[float, float, str, dict[str, str]]]:
         """Return the captions as (begin_s, end_s, text, labels), in order and without gaps."""
@@ -290,15 +290,15 @@ class SyntheticVideo:
                 temporary,
                 VideoTrack(fps=self.fps, width=WIDTH, height=HEIGHT, options={"preset": "superfast", "crf": "23"}),
                 pictures=draw_scenes(
-                    self._scenes(), fps=self.fps, num_frames=self.num_frames, seed=self.seed * 100_003 + self.number
+                    self._scenes(), fps=self.fps, num_frames=self.num_frames, seed=self.seed * 100_003 + self.index
                 ),
                 ticks=range(0, self.num_frames * TICKS_PER_FRAME, TICKS_PER_FRAME),
                 picture_format="yuv420p",
             )
 
     def _scenes(self) -> list[Scene]:
-        number = self.number // VIDEOS_PER_VAL if self.split == VAL else self.number
-        return plan_scenes(duration_s=self.duration_s, seed=self.seed, split=self.split, number=number)
+        index = self.index // VIDEOS_PER_VAL if self.split == VAL else self.index
+        return plan_scenes(duration_s=self.duration_s, seed=self.seed, split=self.split, index=index)
 
 
 def make_synthetic(
@@ -317,11 +317,11 @@ def make_synthetic(
         directory: Folder of the files, which is created if it is missing.
         minutes: Length of each video in minutes.
         dataset: Name of the dataset.
-        on_video: Function that is called after each video, with the number of existing videos.
+        on_video: Function that is called after each video is made, with the number of videos that exist.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    videos = [SyntheticVideo(mode, number, seed, minutes * 60) for number in range(num_videos)]
+    videos = [SyntheticVideo(mode, index, seed, minutes * 60) for index in range(num_videos)]
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         remove_temporaries(directory, matches={path.name for path in paths}.__contains__)
@@ -337,12 +337,12 @@ def make_synthetic(
             on_video(num_done)
     builder = ReadingBuilder(dataset, labels=LABELS if mode is Mode.SHAPES else None)
     for video, path in zip(videos, paths, strict=True):
-        number = builder.add_video(video.source_id, path=path, split=video.split)
-        if number is None:
+        video_index = builder.add_video(video.source_id, path=path, split=video.split)
+        if video_index is None:
             continue
         for row, (begin_s, end_s, text, labels) in enumerate(video.captions()):
             origin = Origin(path, "synthetic", row)
-            builder.add_caption(number, text, origin, begin_s=begin_s, end_s=end_s, labels=labels)
+            builder.add_caption(video_index, text, origin, begin_s=begin_s, end_s=end_s, labels=labels)
     return builder.build()
 
 
@@ -354,7 +354,7 @@ VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
 class FrameNumberVideo:
     """A video whose frame n shows the number `first_number` + n, which `read_frame_number` reads.
 
-    It can have irregularities of real files: a start offset, a variable frame rate, rotation, and open GOPs.
+    The video can have the irregularities of real files: a start offset, a variable frame rate, rotation, and open GOPs.
 
     Attributes:
         width, height: Resolution after rotation in pixels. Odd values need a pixel format without chroma subsampling
@@ -429,8 +429,8 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
     """Draw a number as a picture that remains readable after scaling and compression.
 
     The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row,
-    most significant bit first. Since a cell is read as the mean of its central region, any resolution from about 32 x
-    16 pixels works. Blending two frames produces grey cells, which are an error when the number is read.
+    most significant bit first. Each cell is read as the mean of its central region, so any resolution from about 32 x
+    16 pixels works. Blending two frames produces grey cells, which raise an error when the number is read.
 
     Returns:
         Picture with values 0 and 255, uint8 [height, width].

@@ -2,20 +2,20 @@
 
     dataset.toml                                                     the dataset configuration for the trainer
     segments/cache/MODEL/metadata/grouping_keys.json                 [[1.0, F]]
-    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, in the format of
-                                                                     save_to_disk of Hugging Face datasets
+    segments/cache/MODEL/metadata/grouped_metadata_1.000_F/          segments and captions, in the format that
+                                                                     save_to_disk of Hugging Face datasets writes
     segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
     segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5 encoder
 
 S is the side length of the frames in pixels, and F is the number of frames in a segment. The files shard_N.bin contain
-the items one after another, in the format of torch.save. The SQLite file metadata.db has their locations: the table
-`items` has the shard of each item and its index in the shard, and `shard_N` has offsets and sizes. Texts are in the
-order of the list of segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F
-as the seed.
+the items one after another, in the format of torch.save. The SQLite file metadata.db contains their locations: the
+table `items` contains the shard of each item and its index in the shard, and the tables `shard_N` contain offsets and
+sizes. Texts are in the order of the list of segments. Latents are in the order in which the trainer shuffles this list,
+with a hash of S and F as the seed.
 
 The table `fingerprint` in metadata.db is empty. When the trainer starts for the first time, it inserts the fingerprint
-that it computes from the list of segments. Later, it deletes a cache with a different fingerprint. Since the trainer
-writes to metadata.db, the file is never linked from an older cache.
+that it computes from the list of segments. Later, it deletes a cache with a different fingerprint. Because the trainer
+writes to metadata.db, this file is never linked from an older cache.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ class _Model:
 
     Attributes:
         name: Name in the trainer, which is also the name of a folder in the cache; None if the user must pass it.
-        side_step: The trainer rounds the side lengths of frames to multiples of this number of pixels.
-        entries: Names of the entries in a text item: the vectors, and the number or the mask of the vectors; None if
-            the model does not use T5.
+        side_step: Number of pixels; the trainer rounds the side lengths of frames to multiples of this number.
+        entries: Names of two entries in a text item: the vectors, and their number or mask; None if the model does not
+            use T5.
         num_tokens: Number of vectors in a text item, including padding.
     """
 
@@ -70,13 +70,13 @@ class _Item:
 
     Attributes:
         mark: String that changes with the content of the item.
-        shard: ID of the shard in the column from which the item is made.
-        values: Function that returns the content of the item.
+        shard: ID of the column's shard from which the item is made.
+        make_values: Function that returns the content of the item.
     """
 
     mark: str
     shard: int
-    values: Callable[[], dict[str, Any]]
+    make_values: Callable[[], dict[str, Any]]
 
 
 def write_diffusion_pipe_cache(
@@ -85,7 +85,7 @@ def write_diffusion_pipe_cache(
     """Write a cache for diffusion-pipe.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also, if the trainer has no model for the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no model for the VAE, size or texts.
     """
     t5_classes = [vae_class for (vae_class, _), model in _MODELS.items() if model.entries]
     segments = Segments(data_dir, split=flags.split, t5_classes=t5_classes)
@@ -129,7 +129,7 @@ def write_diffusion_pipe_cache(
         mark = _digest([*(item.mark for item in latents + texts), *names])
         yield from _metadata(f"{cache}/metadata", selected_segments, num_frames=num_frames, mark=mark)
         folder = json.dumps(str(destination.resolve() / "segments"), ensure_ascii=False)
-        yield _text_part(
+        yield _text_file(
             "dataset.toml",
             f"resolutions = [{size}]\nframe_buckets = [{num_frames}]\nenable_ar_bucket = false\n\n"
             f"[[directory]]\npath = {folder}\n",
@@ -177,7 +177,7 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[CacheFile]:
-    """Yield the files with `items`. Equal items are stored only once.
+    """Yield the files with `items`. Identical items are stored only once.
 
     Args:
         folder: Folder of the files in the cache.
@@ -186,19 +186,19 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
     locations: dict[str, tuple[int, int]] = {}  # mark of an item -> (shard, index in the shard)
     shards: dict[int, list[_Item]] = {}
     segments: dict[int, list[int]] = {}
-    for number, item in enumerate(items):
+    for index, item in enumerate(items):
         shard_items = shards.setdefault(item.shard, [])
-        segments.setdefault(item.shard, []).append(number)
+        segments.setdefault(item.shard, []).append(index)
         # Segments with the same caption share a text item.
         if item.mark not in locations:
             locations[item.mark] = item.shard, len(shard_items)
             shard_items.append(item)
     # All items have the same size, so the locations are known before the items are made.
-    size = len(torch_bytes(items[0].values()))
+    size = len(torch_bytes(items[0].make_values()))
 
     def contents(shard_items: list[_Item]) -> Iterator[bytes]:
         for item in shard_items:
-            content = torch_bytes(item.values())
+            content = torch_bytes(item.make_values())
             if len(content) != size:
                 raise RuntimeError(f"an item has {len(content)} bytes, but the first item has {size}")
             yield content
@@ -207,11 +207,11 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.execute("CREATE TABLE fingerprint(value)")
             connection.execute("CREATE TABLE items(shard, shard_index)")
-            rows = [locations[items[number].mark] for number in order]
+            rows = [locations[items[index].mark] for index in order]
             connection.executemany("INSERT INTO items VALUES(?, ?)", rows)
             for shard, shard_items in shards.items():
                 connection.execute(f"CREATE TABLE shard_{shard}(offset, size)")
-                rows = [(number * size, size) for number in range(len(shard_items))]
+                rows = [(index * size, size) for index in range(len(shard_items))]
                 connection.executemany(f"INSERT INTO shard_{shard} VALUES(?, ?)", rows)
             connection.commit()
             return connection.serialize()
@@ -219,7 +219,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
     for shard, shard_items in shards.items():
         mark = _digest(item.mark for item in shard_items)
         yield CacheFile(f"{folder}/shard_{shard}.bin", mark, partial(contents, shard_items), segments[shard])
-    mark = f"places {_digest(items[number].mark for number in order)}"
+    mark = f"places {_digest(items[index].mark for index in order)}"
     yield CacheFile(f"{folder}/metadata.db", mark, lambda: [database()], is_kept=False)
 
 
@@ -248,13 +248,13 @@ def _metadata(folder: str, selected_segments: list[Segment], *, num_frames: int,
         return [sink.getvalue().to_pybytes()]
 
     group_folder = f"{folder}/grouped_metadata_1.000_{num_frames}"
-    yield _text_part(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
-    yield _text_part(f"{group_folder}/dataset_info.json", "{}")
-    yield _text_part(f"{group_folder}/state.json", json.dumps(state))
+    yield _text_file(f"{folder}/grouping_keys.json", json.dumps([[1.0, num_frames]]))
+    yield _text_file(f"{group_folder}/dataset_info.json", "{}")
+    yield _text_file(f"{group_folder}/state.json", json.dumps(state))
     yield CacheFile(f"{group_folder}/data-00000-of-00001.arrow", mark, stream)
 
 
-def _text_part(path: str, content: str) -> CacheFile:
+def _text_file(path: str, content: str) -> CacheFile:
     return CacheFile(path, content, lambda: [content.encode()])
 
 

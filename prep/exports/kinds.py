@@ -1,4 +1,4 @@
-"""The commands `prep export KIND`: `KINDS` has a row for each kind, with its flags, writer and help."""
+"""The commands `prep export KIND`: `KINDS` contains a row for each kind, with its flags, writer and help."""
 
 import os
 import shutil
@@ -45,9 +45,10 @@ class ExportKind:
     Attributes:
         name: Name of the command.
         flags: Frozen dataclass whose fields are the flags. All fields have defaults.
-        writer: Import path `package.module:function` of a function that writes the export. It takes the data folder,
-            the destination, an instance of `flags` and a `Progress`, and returns `ExportResult`. A rerun must write
-            only changed files, and a killed run must not leave anything that looks like a complete export.
+        writer: Import path `package.module:function` of the function that writes the export. The function takes the
+            data folder, the destination, an instance of `flags` and a `Progress`, and returns an `ExportResult`. A
+            rerun must write only changed files, and a killed run must not leave anything that looks like a complete
+            export.
         help_text: Help text of the command.
     """
 
@@ -88,8 +89,8 @@ class DiffusionPipeFlags(TrainerFlags):
 
     model: str | None = None
     """Name of the model in diffusion-pipe, which is also the name of its folder in the cache. Default: wan, wan2.2_5b,
-    hunyuan-video or hunyuan_video_1.5, depending on the latents. For LTX-Video, the name is required: the name of the
-    file in single_file_path, without .safetensors."""
+    hunyuan-video or hunyuan_video_1.5, depending on the latents. Required for LTX-Video: the name of the file in
+    single_file_path, without .safetensors."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the model is not a valid folder name."""

@@ -1,4 +1,4 @@
-"""Exports for trainers of video models, which read latents and text sequences from a cache.
+"""Exports for video model trainers that read latents and text sequences from a cache.
 
 A segment of latents has one caption. The files of a cache are written into a new folder, which then replaces the old
 folder; unchanged files are linked from the old folder. This module also contains the exports for two trainers with
@@ -12,8 +12,8 @@ finetrainers (huggingface/finetrainers) reads precomputed data with --precomputa
 The trainer samples the posterior of each segment, and normalises the sample. The exported mean is the output of the
 VAE. The exported standard deviation is almost zero, because the column does not contain the standard deviation.
 
-musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. A segment has
-two safetensors files, whose names have the same prefix:
+musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. Each segment
+has two safetensors files, whose names start with the same prefix:
 
     NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
     NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 RECORD_FILE = "clipmill.json"
 _SCHEMA = 1
-_MAKE_TEXTS = f"run prep {command_for(TEXT)} --encoder t5:NAME, which makes sequences"
+_MAKE_TEXTS = f"run `prep {command_for(TEXT)} --encoder t5:NAME` to make sequences"
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Segment:
 
     Attributes:
         name: Key of the chunk, and index of the segment in the chunk.
-        sample, number: Row of the chunk in the table of latents, and index of the segment in the array of the chunk.
-        text_sample, text: Row of the video in the table of texts, and index of the text in the array of the video.
+        sample, index: Row of the chunk in the table of latents, and index of the segment in the array of the chunk.
+        text_sample, text_index: Row of the video in the table of texts, and index of the text in the video's array.
         caption: Text of the caption.
     """
 
     name: str
     sample: int
-    number: int
+    index: int
     text_sample: int
-    text: int
+    text_index: int
     caption: str
 
 
@@ -79,16 +79,16 @@ class Segments:
     """The segments of a split with their captions. If texts are exported, a caption must have a stored sequence.
 
     Args:
-        t5_classes: VAE classes whose models use sequences from a T5. For these classes, texts are exported.
+        t5_classes: VAE classes whose models use sequences from a T5 encoder. For these classes, texts are exported.
 
     Attributes:
         latents: Column of latents.
         recipe: Recipe of the latents.
         vae_class: Class of the VAE in diffusers.
         has_texts: True if texts are exported.
-        num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence; known after the
+        num_uncaptioned: Number of segments without a caption, or without a caption that has a sequence; set by the
             iteration.
-        num_other_split: Number of segments that contain video from other splits; known after the iteration.
+        num_other_split: Number of segments that contain video from other splits; set by the iteration.
 
     Raises:
         UserError: A column is missing, or does not contain segments or sequences.
@@ -100,14 +100,14 @@ class Segments:
         self.recipe = self.latents.variant.recipe
         if not self.recipe.get("latent_frames"):
             raise UserError(
-                f"{self.latents.variant.directory} has latents of individual frames, not of segments",
+                f"{self.latents.variant.directory} contains latents of individual frames, not of segments",
                 hint=f"run {how_to_make(LATENTS, data_dir)} with the VAE of a video model",
             )
         self.vae_class, self.num_uncaptioned, self.num_other_split = str(self.recipe["kind"]), 0, 0
         self.has_texts = self.vae_class in t5_classes
         if self.has_texts and not self.text_recipe.get("max_tokens"):
             raise UserError(
-                f"{self.text.variant.directory} has CLIP embeddings, but trainers need sequences", hint=_MAKE_TEXTS
+                f"{self.text.variant.directory} contains CLIP embeddings, but trainers need sequences", hint=_MAKE_TEXTS
             )
         self._load_latents = lru_cache(maxsize=1)(self.latents.array)
         self._load_texts = lru_cache(maxsize=1)(lambda sample: self.text.array(sample))
@@ -126,9 +126,9 @@ class Segments:
         self.num_uncaptioned = self.num_other_split = 0
         for sample in samples[np.lexsort((start_ms[samples], video_row[samples]))].tolist():
             video_id = video_ids[int(video_row[sample])].as_py()
-            for number in range(int(self.latents.field_values("num_frames")[sample]) // frames):
-                begin_s = int(start_ms[sample]) / 1000 + number * seconds
-                name = f"{chunk_key(video_id, int(start_ms[sample]))}-{number:02d}"
+            for index in range(int(self.latents.field_values("num_frames")[sample]) // frames):
+                begin_s = int(start_ms[sample]) / 1000 + index * seconds
+                name = f"{chunk_key(video_id, int(start_ms[sample]))}-{index:02d}"
                 if divided is not None:
                     begin_us, end_us = (np.array([round(at_s * 1e6)]) for at_s in (begin_s, begin_s + seconds))
                     times = {"begin_us": begin_us, "end_us": end_us}
@@ -140,15 +140,15 @@ class Segments:
                 for caption_id, caption_begin_s, caption_end_s, caption in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
                     if overlaps and (text_rows is None or caption_id in text_rows):
-                        text = text_rows[caption_id] if text_rows else 0
-                        yield Segment(name, sample, number, text_sample, text, caption)
+                        text_index = text_rows[caption_id] if text_rows else 0
+                        yield Segment(name, sample, index, text_sample, text_index, caption)
                         break
                 else:
                     self.num_uncaptioned += 1
 
     @cached_property
     def text(self) -> ColumnArrays:
-        """Column of texts."""
+        """Text column."""
         try:
             return ColumnArrays.open(self._data_dir, TEXT)
         except UserError as error:
@@ -156,7 +156,7 @@ class Segments:
 
     @property
     def text_recipe(self) -> dict[str, Any]:
-        """Recipe of the column of texts."""
+        """Recipe of the text column."""
         return self.text.variant.recipe
 
     @property
@@ -168,7 +168,7 @@ class Segments:
         """Return the stored latents of a segment, [C, T', h, w]."""
         import torch
 
-        array = torch.from_numpy(self._load_latents(segment.sample)[segment.number])
+        array = torch.from_numpy(self._load_latents(segment.sample)[segment.index])
         return array.view(torch.bfloat16) if self.recipe["dtype"] == "bfloat16" else array
 
     def raw_latents(self, segment: Segment) -> "torch.Tensor":
@@ -192,18 +192,19 @@ class Segments:
         import torch
 
         lengths = self.text.rows.table["row_tokens"][segment.text_sample].as_py()
-        start = sum(lengths[: segment.text])
-        return torch.from_numpy(self._load_texts(segment.text_sample)[start : start + lengths[segment.text]].copy())
+        begin = sum(lengths[: segment.text_index])
+        end = begin + lengths[segment.text_index]
+        return torch.from_numpy(self._load_texts(segment.text_sample)[begin:end].copy())
 
     def latents_mark(self, segment: Segment) -> str:
         """Return a string that changes with the stored latents of a segment."""
         crc32 = self.latents.field_values("crc32")[segment.sample]
-        return f"{self.latents.variant.directory.name} {crc32} {segment.number}"
+        return f"{self.latents.variant.directory.name} {crc32} {segment.index}"
 
     def text_mark(self, segment: Segment) -> str:
         """Return a string that changes with the caption of a segment and its stored sequence."""
         crc32 = self.text.field_values("crc32")[segment.text_sample]
-        return f"{self.text.variant.directory.name} {crc32} {segment.text} {segment.caption}"
+        return f"{self.text.variant.directory.name} {crc32} {segment.text_index} {segment.caption}"
 
     @cached_property
     def _captions(self) -> dict[str, list[tuple[int, float, float, str]]]:
@@ -283,8 +284,8 @@ def write_cache(
         "segments with seconds of other splits": segments.num_other_split,
     }
     if not selected_segments:
-        make = _MAKE_TEXTS if segments.has_texts else "add captions to the videos"
-        raise UserError(f"no segment has {requirement}", hint=f"{make}, or use a different --split")
+        remedy = _MAKE_TEXTS if segments.has_texts else "add captions to the videos"
+        raise UserError(f"no segment has {requirement}", hint=f"{remedy}, or use a different --split")
     files_to_write = list(make_files(selected_segments))
     record = {
         file.path: hashlib.sha256(f"{_SCHEMA} {form} {file.mark}".encode()).hexdigest() for file in files_to_write
@@ -351,7 +352,8 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     """Write precomputed data for finetrainers.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also, if the trainer has no model with this VAE and a T5.
+        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no model with this VAE and a T5
+            encoder.
     """
     segments = Segments(data_dir, split=flags.split, t5_classes=_MODELS)
     if segments.vae_class not in _MODELS:
@@ -361,13 +363,13 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
         )
 
     def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
-        for number, segment in enumerate(selected_segments):
+        for index, segment in enumerate(selected_segments):
             for name, mark, make in (
                 ("condition", segments.text_mark(segment), _condition),
                 ("latent", segments.latents_mark(segment), _latents),
             ):
                 content = partial(lambda make, segment: [torch_bytes(make(segments, segment))], make, segment)
-                yield CacheFile(f"{_FOLDER}/{name}-{number}.pt", mark, content, (number,))
+                yield CacheFile(f"{_FOLDER}/{name}-{index}.pt", mark, content, (index,))
 
     return write_cache(destination, segments, make_files, form="finetrainers", show=show)
 
@@ -413,7 +415,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     """Write a cache for musubi-tuner.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also, if the trainer has no architecture with this VAE.
+        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no architecture with this VAE.
     """
     segments = Segments(data_dir, split=flags.split, t5_classes=_T5_CLASSES)
     vae_class, recipe = segments.vae_class, segments.recipe
@@ -426,18 +428,18 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         raise UserError(
             "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), which musubi-tuner does not"
             " support",
-            hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B uses too",
+            hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B also uses",
         )
-    short, full, is_normalised = _ARCHITECTURES[vae_class]
+    short_name, full_name, is_normalised = _ARCHITECTURES[vae_class]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames
 
     def latents(segment: Segment) -> list[bytes]:
-        stored = segments.stored_latents(segment)
-        values = stored if is_normalised else segments.raw_latents(segment).to(stored.dtype)
+        values = segments.stored_latents(segment)
+        values = values if is_normalised else segments.raw_latents(segment).to(values.dtype)
         _, frames, height, width = values.shape
         return _safetensors_file(
             {f"latents_{frames}x{height}x{width}_{str(values.dtype).removeprefix('torch.')}": values},
-            architecture=full,
+            architecture=full_name,
             width=str(size),
             height=str(size),
             frame_count=str(num_frames),
@@ -445,16 +447,16 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
 
     def text(segment: Segment) -> list[bytes]:
         return _safetensors_file(
-            {"varlen_t5_float16": segments.sequence(segment)}, architecture=full, caption1=segment.caption
+            {"varlen_t5_float16": segments.sequence(segment)}, architecture=full_name, caption1=segment.caption
         )
 
     def make_files(selected_segments: list[Segment]) -> Iterator[CacheFile]:
-        for number, segment in enumerate(selected_segments):
-            name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short}.safetensors"
-            yield CacheFile(name, segments.latents_mark(segment), partial(latents, segment), (number,))
+        for index, segment in enumerate(selected_segments):
+            name = f"{segment.name}_00000-{num_frames:03d}_{size:04d}x{size:04d}_{short_name}.safetensors"
+            yield CacheFile(name, segments.latents_mark(segment), partial(latents, segment), (index,))
             if segments.has_texts:
-                name = f"{segment.name}_{short}_te.safetensors"
-                yield CacheFile(name, segments.text_mark(segment), partial(text, segment), (number,))
+                name = f"{segment.name}_{short_name}_te.safetensors"
+                yield CacheFile(name, segments.text_mark(segment), partial(text, segment), (index,))
 
     return write_cache(destination, segments, make_files, form=f"musubi {_FORMAT_VERSION}", show=show)
 

@@ -51,12 +51,12 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     latents, text = (ColumnArrays.open(data_dir, name) for name in (LATENTS, TEXT))
     if text.variant.recipe.get("max_tokens"):
         raise UserError(
-            f"a Zarr store needs text embeddings, but {text.variant.directory} has sequences",
+            f"a Zarr store needs text embeddings, but {text.variant.directory} contains sequences",
             hint=f"run {how_to_make(TEXT, data_dir)}",
         )
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
-            f"a Zarr store needs latents of frames, but {latents.variant.directory} has segments from a video VAE",
+            f"a Zarr store needs latents of frames, but {latents.variant.directory} contains segments from a video VAE",
             hint="make latents with an image VAE, or export the segments for a trainer (see prep export --help)",
         )
     variants = (latents.variant, text.variant)
@@ -112,30 +112,30 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
     embeddings = _embeddings(data_dir, text, videos, split=flags.split)
     is_captioned = np.isin(video_row[samples], list(embeddings))
-    per_chunk, remainder = np.divmod(latents.field_values("num_frames")[samples].astype(np.int64), num_frames)
+    num_per_chunk, remainder = np.divmod(latents.field_values("num_frames")[samples].astype(np.int64), num_frames)
     left_out = {
-        "segments of videos without an embedded caption": int(per_chunk[~is_captioned].sum()),
+        "segments of videos without an embedded caption": int(num_per_chunk[~is_captioned].sum()),
         "ends of chunks that are shorter than a segment": int((remainder > 0).sum()),
     }
-    samples, per_chunk = samples[is_captioned], per_chunk[is_captioned]
-    sample = np.repeat(samples, per_chunk)
-    # Number the segments in each chunk, to compute their first frames.
-    number = np.arange(len(sample)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)
+    samples, num_per_chunk = samples[is_captioned], num_per_chunk[is_captioned]
+    sample = np.repeat(samples, num_per_chunk)
+    # Index of each segment in its chunk, from which its first frame is computed.
+    index = np.arange(len(sample)) - np.repeat(np.cumsum(num_per_chunk) - num_per_chunk, num_per_chunk)
     if divided is not None:
         frame_s = latents.field_values("fps_den")[sample] / latents.field_values("fps_num")[sample]
-        begin_us = latents.field_values("start_ms")[sample] * 1000 + np.rint(number * num_frames * frame_s * 1e6)
+        begin_us = latents.field_values("start_ms")[sample] * 1000 + np.rint(index * num_frames * frame_s * 1e6)
         times = {"begin_us": begin_us.astype(np.int64), "end_us": (begin_us + num_frames * frame_s * 1e6).astype(int)}
         is_kept = divided.is_entirely_in(flags.split, video=video_row[sample], **times)
         left_out["segments with seconds of other splits"] = int((~is_kept).sum())
-        sample, number = sample[is_kept], number[is_kept]
+        sample, index = sample[is_kept], index[is_kept]
     if not len(sample):
         raise UserError(
-            f"no segment of {flags.segment} of split {flags.split!r} has a text embedding",
+            f"no {flags.segment} segment of split {flags.split!r} has a text embedding",
             hint=f"use a shorter --segment, or run {how_to_make(TEXT, data_dir)}",
         )
     exported_videos, video = np.unique(video_row[sample], return_inverse=True)
     rows = np.stack([embeddings[int(row)] for row in exported_videos])
-    return _Segments((num_frames, *shape), sample, number * num_frames, video.astype(np.int64), rows, left_out)
+    return _Segments((num_frames, *shape), sample, index * num_frames, video.astype(np.int64), rows, left_out)
 
 
 def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: str) -> tuple[int, tuple[int, ...]]:
@@ -152,7 +152,7 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
             f"{layout['dtype']} {layout['channels']}x{layout['height']}x{layout['width']}" for layout in layouts
         )
         raise UserError(
-            f"a Zarr store needs float16 latents with the same shape, but {latents.variant.directory} has {shapes}",
+            f"a Zarr store needs float16 latents of one shape, but {latents.variant.directory} contains {shapes}",
             hint="make all latents with the same settings and --dtype float16",
         )
     seconds = parse_length(segment, flag="--segment")
@@ -183,10 +183,10 @@ def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: 
     embeddings: dict[int, NDArray[np.float16]] = {}
     if not len(ids):
         return embeddings
-    stored = open_stored_captions(data_dir)
-    number = stored.splits.index(split) if split in stored.splits else -2
+    captions = open_stored_captions(data_dir)
+    split_index = captions.splits.index(split) if split in captions.splits else -2
     is_of_split = pc.equal(videos["split"], split).to_numpy()
-    for block in stored.blocks(SplitVideos(np.arange(len(videos), dtype=np.int32), is_of_split, number)):
+    for block in captions.blocks(SplitVideos(np.arange(len(videos), dtype=np.int32), is_of_split, split_index)):
         video = np.repeat(block.video, block.counts)
         entries = id_order[np.minimum(np.searchsorted(ids[id_order], block.caption_id), len(ids) - 1)]
         is_embedded = ids[entries] == block.caption_id
@@ -255,6 +255,6 @@ def _read_mark(destination: Path) -> dict[str, Any] | None:
             return None
         # The arrays are chunked only along the first dimension.
         suffix, files = ".0" * (array.ndim - 1), {path.name for path in (destination / name).iterdir()}
-        if not files.issuperset(f"{number}{suffix}" for number in range(array.nchunks)):
+        if not files.issuperset(f"{index}{suffix}" for index in range(array.nchunks)):
             return None
     return mark

@@ -282,7 +282,7 @@ def share_files(data_dir: Path) -> list[Path]:
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and the temporary files of killed parts. If the folder is then empty, remove it too."""
+    """Remove the probes of parts and the temporary files of killed parts, and also the folder if it is then empty."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):

@@ -124,7 +124,7 @@ def test_segments_with_seconds_of_another_split_are_left_out(tmp_path: Path) -> 
         store_dir = tmp_path / f"{split}.zarr"
         line = ("export", "zarr", store_dir, "--data", written.data_dir, "--split", split)
         if not segments:  # the second segment starts within a second of train
-            assert "no segment of 5s of split 'val'" in prep_here(*line, status=2).error
+            assert "no 5s segment of split 'val'" in prep_here(*line, status=2).error
             prep_here(*line, "--segment", "1s")
             array, segments = written.latents["b_000000000"].reshape(15, 4, *array.shape[2:]), [6, 7, 8, 9]
         else:

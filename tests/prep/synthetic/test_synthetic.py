@@ -130,7 +130,7 @@ def test_frame_numbers_survive_scaling_and_strong_compression(tmp_path: Path) ->
 
 def test_scenes_tile_a_video_without_gaps() -> None:
     for number in range(20):
-        scenes = plan_scenes(duration_s=60.0, seed=3, split="train", number=number)
+        scenes = plan_scenes(duration_s=60.0, seed=3, split="train", index=number)
         assert scenes[0].begin_s == 0.0
         assert scenes[-1].end_s == 60.0
         assert all(first.end_s == two.begin_s for first, two in pairwise(scenes))
@@ -138,7 +138,7 @@ def test_scenes_tile_a_video_without_gaps() -> None:
 
 
 def test_few_sentences_are_repeated_before_most_have_come() -> None:
-    texts = [scene.text for n in range(5) for scene in plan_scenes(duration_s=60.0, seed=0, split="val", number=n)]
+    texts = [scene.text for n in range(5) for scene in plan_scenes(duration_s=60.0, seed=0, split="val", index=n)]
     assert len(set(texts)) == len(texts)
     assert len({f"a {' '.join(combination)}" for combination in COMBINATIONS} & set(texts)) == len(texts)
 
