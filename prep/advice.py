@@ -455,7 +455,7 @@ class RunSteps:
 
 
 def read_run_steps(run: Path) -> RunSteps:
-    """Read the step statistics of a training run. The first tenth of the steps (at least one) is a warm-up, and omitted.
+    """Read the step statistics of a training run. The first tenth of the steps (at least one) is omitted as a warm-up.
 
     Args:
         run: Folder of the run.
