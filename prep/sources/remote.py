@@ -87,7 +87,7 @@ def object_state(info: ObjectInfo) -> tuple[int, int]:
 
 
 def source_state(objects: Objects, key: str) -> tuple[int, int]:
-    """Return the `object_state` of a source. The exceptions are those of `Objects`."""
+    """Return the `object_state` of a source. For the errors, see `Objects`."""
     try:
         return object_state(objects.info(key))
     except FileNotFoundError:

@@ -104,7 +104,7 @@ def audio_lines(planned: PlanWithInputs) -> list[str]:
 
 
 def other_settings_lines(planned: PlanWithInputs) -> list[str]:
-    """Return the lines that are printed before a run whose settings differ from those of the current variant."""
+    """Return the lines that are printed before a run if its settings differ from the current variant."""
     try:
         differences, current = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
