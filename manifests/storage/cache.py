@@ -1,8 +1,8 @@
-"""Keep complete copies of objects in a local folder of limited size, which the processes of a machine share.
+"""Keep complete copies of objects in a local folder of limited size that the processes of a machine share.
 
     <folder>/objects/<name>      complete copy, which was verified when it was written
     <folder>/objects/.tmp-...    download in progress, protected by the lock for its name
-    <folder>/locks/000 ... 255   locks; a lock is held while an object is downloaded, so that it is downloaded only once
+    <folder>/locks/000 ... 255   locks; a lock is held during a download, so that each object is downloaded only once
     <folder>/locks/room          lock that is held while copies are evicted to make room
     <folder>/locks/room-<bytes>-...  room that is reserved for a download while a process holds the lock of this file
 
@@ -123,7 +123,7 @@ class ObjectCache:
             os.close(descriptor)
             if status.st_nlink:
                 self.drop(name)
-            # Otherwise, the copy was evicted between `open` and `lock`. There may be a new copy in the meantime.
+            # Otherwise, the copy was evicted between `open` and `lock`. A new copy may exist by now.
 
     def get(
         self,
@@ -205,7 +205,7 @@ class ObjectCache:
         evict(self._copies(), excess_bytes=sys.maxsize)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of the copies that begin with a prefix."""
+        """Return the names of the copies whose names begin with a prefix."""
         return [path.name for path in self._copies() if path.name.startswith(prefix)]
 
     def _copies(self) -> dict[Path, os.stat_result]:
@@ -250,8 +250,8 @@ class ObjectCache:
         if used_bytes + size_bytes > self.limit_bytes:
             free_bytes = max(0, self.limit_bytes - used_bytes)
             raise NoRoom(
-                f"{name} has {size_bytes:,} bytes, but in the cache {self.folder}, only {free_bytes:,} of "
-                f"{self.limit_bytes:,} bytes are free or unused",
+                f"{name} has {size_bytes:,} bytes, but only {free_bytes:,} of {self.limit_bytes:,} bytes are free or "
+                f"unused in the cache {self.folder}",
                 hint=_HINT,
             )
 

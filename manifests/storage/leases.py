@@ -1,10 +1,10 @@
-"""Lock resources in a bucket with leases, which are objects that one process holds at a time, and that can expire.
+"""Lock resources in a bucket with leases: objects that one process holds at a time, and that expire unless renewed.
 
 A process takes a lease by writing the object on the condition that no other process has written it (If-None-Match for a
-new object, If-Match for a released lease). It rewrites the object every `RENEWAL_S` seconds, and releases the lease by
-replacing the content with a random number. Each state of the object has different content, so no state has the etag of
-an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. Its age is the difference
-between two times of the server, so it does not depend on the clocks of the machines.
+new object, If-Match for a released lease). The holder rewrites the object every `RENEWAL_S` seconds, and releases the
+lease by replacing the content with a random number. Each state of the object has different content, so no state has the
+etag of an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. The age of a lease is
+the difference between two times of the server, so it does not depend on the clocks of the machines.
 
 `require` is the guard of all requests that change objects (`objects.py`). A lease is trusted if a request that starts
 now ends before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
@@ -34,7 +34,7 @@ from clipmill.manifests.storage.stores import WRITE_LIMIT_S, Conflict
 RENEWAL_S = 15.0
 EXPIRY_S = 60.0
 _MARGIN_S = 6.0  # safety margin, because a server may round times to seconds
-_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # first and last polling interval; it doubles while a process waits
+_FIRST_POLL_S, LAST_POLL_S = 0.25, 4.0  # first and last polling interval; the interval doubles while a process waits
 _RELEASED_BYTES = 32  # size of a released lease, which contains hexadecimal digits; earlier versions left it empty
 
 
@@ -56,7 +56,7 @@ class LeaseLost(FailedWork, OSError):
 
 
 class Lease:
-    """A lease of this process. Thread-safe after it was acquired.
+    """Lease of this process. Thread-safe after `acquire`.
 
     Args:
         key: Key of the object.
@@ -64,13 +64,13 @@ class Lease:
         note: Text in the lease for other processes.
 
     Attributes:
-        replaced: Object of the free lease that this lease has replaced; None if there was no object.
+        replaced_object: Object of the free lease that this lease has replaced; None if there was no object.
     """
 
     def __init__(self, objects: Objects, key: str, *, resource: str, note: str = "") -> None:
         self._objects, self.key, self._resource, self._note = objects, key, resource, note
         self.token = secrets.token_hex(16)
-        self.replaced: ObjectInfo | None = None
+        self.replaced_object: ObjectInfo | None = None
         self._etag = ""
         self._num_renewals = 0
         self._renewed_s = 0.0
@@ -95,7 +95,7 @@ class Lease:
             )
         except Conflict:  # another process has taken the free lease first
             raise self._lease_held(read(self._objects, self.key)) from None
-        self._renewed_s, self.replaced = start_s, free
+        self._renewed_s, self.replaced_object = start_s, free
         threading.Thread(target=self._renew_until_released, name=f"lease {self.key}", daemon=True).start()
 
     def wait(self, *, on_wait: Callable[[str], object] = lambda note: None) -> None:
@@ -257,7 +257,7 @@ class Lease:
 
 
 def server_time_s(objects: Objects) -> float:
-    """Return the current time of the server in seconds since the epoch, as the time of a new object."""
+    """Return the current time of the server in seconds since the epoch, which is the time of a new object."""
     while True:
         key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, others remove it
         objects.write(key, b"")
@@ -285,12 +285,12 @@ def is_trusted(renewed_s: float) -> bool:
 
 
 def read(objects: Objects, key: str) -> dict[str, Any]:
-    """Return the record in a lease, which is empty if the lease is released or does not exist."""
+    """Return the record in a lease, or {} if the lease is released or does not exist."""
     return read_info(objects, key)[0]
 
 
 def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | None]:
-    """Return the record in a lease, like `read`, and the metadata of the object."""
+    """Return the record in a lease, like `read`, and the metadata of the object, or None if there is no object."""
     try:
         content, info = objects.read_version(key)
     except FileNotFoundError:
@@ -308,7 +308,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return the time since the start of the machine in seconds, including the time during which it was suspended."""
+    """Return the time since the machine was started, in seconds. Time in suspension counts."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -330,7 +330,7 @@ class HeldLeases:
 
     @contextmanager
     def hold(self, lease: Lease) -> Iterator[None]:
-        """Context manager that checks a lease before each attempt of a write, and releases the lease at the end.
+        """Context manager that checks a lease before each attempt to write, and releases the lease at the end.
 
         Raises:
             LeaseLost: The lease was lost during the block, even if the block has handled the error.
@@ -347,7 +347,7 @@ class HeldLeases:
             lease.release()
 
     def fence(self, key: str, token: str) -> None:
-        """Check before each attempt of a write that the command of this worker still holds a lease."""
+        """Before each attempt to write, check that the command of this worker still holds a lease."""
         if (key, token) not in self._fenced:
             self._fenced.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)

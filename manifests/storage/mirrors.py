@@ -45,7 +45,7 @@ class Mirror(Protocol):
         """Delete the objects of files and folders. Local files stay in place."""
 
     def abort_uploads(self, folder: Path) -> None:
-        """Abort the unfinished uploads to a folder that killed processes left, if the server can list them."""
+        """Abort the uploads that killed processes left unfinished in a folder, if the server can list uploads."""
 
     def touch(self, path: Path) -> None:
         """Rewrite an object, so that it is newer than all other objects."""
@@ -72,7 +72,7 @@ class Mirror(Protocol):
         """Context manager that keeps the content of a file on the local disk."""
 
     def folder_lock(self) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of the data folder, and updates its records when it has the lock."""
+        """Context manager that holds the lock of the data folder. It updates the folder's records after locking."""
 
     def column_lock(
         self,
@@ -86,8 +86,8 @@ class Mirror(Protocol):
         Args:
             name: Key of the lock.
             conflicting_locks: Pattern of the names of other locks that no other command may hold.
-            on_wait: Function that is called once with the name of the holder. If it is set, wait until a lock that its
-                holder no longer renews has expired.
+            on_wait: Function that is called once with the name of the holder. If it is set, and the holder no longer
+                renews the lock, wait until the lock expires.
 
         Raises:
             LeaseHeld: Another command holds the lock, or a lock whose name matches `conflicting_locks`.
@@ -98,13 +98,13 @@ class Mirror(Protocol):
 
     @property
     def access(self) -> tuple[str, ...]:
-        """Strings that a worker needs to mount the same URL, including the locks that protect its writes."""
+        """Strings that a worker needs to mount the same URL, including keys and tokens of the command's locks."""
 
     def join(self, access: tuple[str, ...]) -> None:
-        """Allow writes of this process only while the process with the given `access` holds its locks.
+        """Allow this process to write only while the process with the given `access` holds its locks.
 
         Raises:
-            LeaseLost: That process does not hold the locks in this bucket now.
+            LeaseLost: The other process does not hold the locks in this bucket.
         """
 
     def publish_token(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class Mirror(Protocol):
         """Raise LeaseLost if another command may have taken over one of this command's locks."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return the holder of a lock and the time at which it took the lock, or None if the lock is free."""
+        """Return the holder of a lock and the time when it took the lock, or None if the lock is free."""
 
     def refresh(self, folder: Path) -> None:
         """Update the local files of a folder to match the bucket."""
@@ -128,8 +128,8 @@ def is_remote(url: str) -> bool:
     return _URL.fullmatch(url) is not None
 
 
-def require_not_mistyped(text: str) -> None:
-    """Raise UserError for a URL that lacks the colon or a slash, because it would be used as a local path."""
+def reject_mistyped_url(text: str) -> None:
+    """Raise UserError for a URL that lacks the colon or a slash, and would otherwise be used as a local path."""
     if match := _MISTYPED.fullmatch(text):
         raise UserError(
             f"{text} is not a URL: it lacks a colon or a slash after {match[1]}",
@@ -218,7 +218,7 @@ def set_modified_time(path: Path, *, time_ns: int) -> None:
 
 
 def show_urls(text: str) -> str:
-    """Replace the local folders of mirrors with their URLs in a text for users."""
+    """Replace the local folders of mirrors with their URLs in text that is shown to users."""
     for folder, mirror in _mounted.items():
         # A digit that follows belongs to the name of a different folder: host-10 is not host-1.
         text = re.sub(rf"{re.escape(folder)}(?!\d)", mirror.url.replace("\\", r"\\"), text)

@@ -1,7 +1,8 @@
 """Mount the local folder that mirrors a URL, in a command, in its workers, and in the ranks of a training run.
 
-A command opens the local folder of a URL (`open_data`, `open_run`). Its workers mount the same folder, or create a
-folder on a different node (`mount_problem`). Each rank of a training run opens a separate folder (`Mirror.join`).
+A command opens the local folder of a URL (`open_data`, `open_run`). Its workers mount the same folder. On a different
+node, they first create the folder (`mount_problem`). Each rank of a training run opens a separate folder
+(`Mirror.join`).
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from clipmill.manifests.storage.mirrors import mirror_of, mount
 from clipmill.manifests.storage.objects import open_objects
 from clipmill.manifests.storage.stores import scheme_of
 from clipmill.manifests.storage.urls import is_web
-from clipmill.manifests.storage.working_copy import WorkingCopy, is_eager, run_of
+from clipmill.manifests.storage.working_copy import WorkingCopy, is_eager, read_command_id
 
 _SHARED_FOLDERS = ("manifest", "layout")  # folders that a worker on a different node reads, apart from its shards
 
@@ -30,7 +31,7 @@ def open_data(url: str) -> Path:
     """
     if is_web(url):
         raise UserError(
-            f"{url} cannot be a data folder of prep, because prep writes and lists it",
+            f"{url} cannot be a data folder of prep, because web servers can neither be listed nor written to",
             hint="use a folder in a bucket (s3://, gs:// or az://); train can read from https://",
         )
     return _open_copy(url, is_small=is_eager).folder
@@ -108,50 +109,50 @@ def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token
         token_file.parent.mkdir(parents=True, exist_ok=True)
         stored_token = copy.objects.read(copy.key_of(token_file)).decode("utf-8", "replace")
     except FileNotFoundError:
-        return f"the run has ended, or {access[0]} is a different bucket there"
+        return f"the run has ended, or {access[0]} is a different bucket on this node"
     except (OSError, UserError) as error:
         reason = f"{access[0]} cannot be used: {getattr(error, 'strerror', None) or error}"
         return StorageReason(reason) if isinstance(error, StorageRefused) else reason
-    return None if stored_token == token else f"{access[0]} is a different bucket there"
+    return None if stored_token == token else f"{access[0]} is a different bucket on this node"
 
 
 def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
-    """Return the working copy of a worker. If this node does not have the folder of the run, create it.
+    """Return the working copy of a worker. If the command's folder is missing on this node, create it.
 
     Raises:
         UserError: The bucket cannot be used on this node.
         OSError: The local folder cannot be created.
     """
-    url, folder, run, *leases = access
+    url, folder, command_id, *leases = access
     path = Path(folder)
     copy = mirror_of(path)
     if copy is None:
-        if run_of(path) != run:
-            _make_folder(path, run, access)
+        if read_command_id(path) != command_id:
+            _make_folder(path, command_id, access)
         copy = WorkingCopy(url, path)
         mount(copy)
     assert isinstance(copy, WorkingCopy)
-    if not copy.leases.fences:  # otherwise, this is the process of the command, which holds the leases itself
+    if not copy.leases.fences:  # otherwise, this process is the command, which holds the leases itself
         for key, token in zip(leases[::2], leases[1::2], strict=True):
             copy.leases.fence(key, token)
     return copy
 
 
-def _make_folder(folder: Path, run: str, access: tuple[str, ...]) -> None:
-    """Create the folder of a run on a different node than the command's, with the files that all workers read."""
+def _make_folder(folder: Path, command_id: str, access: tuple[str, ...]) -> None:
+    """Create a command's folder on a node where the command does not run, with the files that all workers read."""
     _require_private(folder.parent.parent)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("a+") as run_file:
-        lock(run_file.fileno())  # another worker on this node may be creating the folder
-        if run_of(folder) == run:
+    with (folder.parent / f"{folder.name}.lock").open("a+") as id_file:
+        lock(id_file.fileno())  # another worker on this node may be creating the folder
+        if read_command_id(folder) == command_id:
             return
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         copy = WorkingCopy(access[0], folder)
         for name in _SHARED_FOLDERS:
             copy.refresh(folder / name)
-        run_file.truncate(0)
-        run_file.write(run)
+        id_file.truncate(0)
+        id_file.write(command_id)
 
 
 def _require_private(root: Path) -> None:

@@ -6,9 +6,9 @@ Credentials and endpoints come from environment variables (`clouds.py`). `stores
 exponential backoff, and resumes a truncated body. The threads of obstore do not survive a fork, so a process that has
 used this module must spawn its workers.
 
-*Listing.* A bucket may contain objects with any name: folder markers, and names that obstore rejects (`a//b`, `../c`,
-unprintable characters). obstore rejects each page of a listing that contains such a name. In this case, S3 is listed
-without obstore, and the names are collected separately, because obstore cannot access these objects.
+*Listing.* A bucket may contain objects with arbitrary names: folder markers, and names that obstore rejects (`a//b`,
+`../c`, unprintable characters). obstore rejects each page of a listing that contains such a name. In this case, S3 is
+listed without obstore, and the rejected names are collected separately, because obstore cannot access these objects.
 
 *Changing.* The right to change an object may end while a request is in progress: the lock that a command holds in a
 bucket is a lease (`leases.py`), and a network that drops packets can delay a request for minutes. Therefore,
@@ -83,10 +83,10 @@ class Listing:
     """Listing of the objects under one URL.
 
     Args:
-        errors: Function that takes a key and returns a context manager for requests, which converts errors.
+        errors: Function that takes a key and returns a context manager that converts the errors of requests.
 
     Attributes:
-        odd_names: Keys that were listed and that obstore rejects.
+        odd_names: Listed keys that obstore rejects.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Listing:
         self.odd_names: set[str] = set()
 
     def pages(self, prefix: str, *, recursive: bool) -> Iterator[list[ObjectInfo]]:
-        """Yield the objects in the folder `prefix` by pages, in any order.
+        """Yield pages of the objects in the folder `prefix`, in any order.
 
         Args:
             recursive: Also list the subfolders.
@@ -199,7 +199,7 @@ class Changes:
     Args:
         is_writable: False for a web server, which would reject such requests.
         read: Function that returns the content and metadata of an object.
-        count: Function that is called with the numbers of requests and of bytes sent.
+        count: Function that is called with the number of requests and the number of bytes sent.
     """
 
     def __init__(
@@ -232,11 +232,11 @@ class Changes:
         return quoted_etag(result["e_tag"])
 
     def put_if(self, key: str, content: bytes, *, replaces: str | None, guard: Guard) -> str:
-        """Write an object if it has the etag `replaces`, or does not exist if `replaces` is None. Return the new etag.
+        """Write an object if its etag is `replaces` (None: if it does not exist), and return the new etag.
 
         Raises:
-            Conflict: Another process has written the object. (A conflict with an earlier attempt of the same write is
-                a success.)
+            Conflict: Another process has written the object. (A conflict with an earlier attempt at the same write
+                counts as a success.)
         """
         try:
             mode: Any = "create"
@@ -336,7 +336,7 @@ class Objects:
 
     Attributes:
         url: URL without a trailing slash.
-        num_requests: Number of requests, without retries.
+        num_requests: Number of requests, not counting retries.
         num_bytes: Number of bytes of content that were sent and received.
     """
 
@@ -381,7 +381,7 @@ class Objects:
         return content, info_of({**response.meta, "path": key})
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of an object from `offset` on. If the object is too short, raise OSError."""
+        """Return `size` bytes of an object, starting at `offset`. If the object is too short, raise OSError."""
         return self.read_ranges(key, [(offset, size)])[0]
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

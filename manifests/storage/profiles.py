@@ -1,6 +1,6 @@
-"""Get the credentials of an AWS profile from boto3, which renews them: assumed roles, credential processes, SSO.
+"""Get the credentials of an AWS profile from boto3, which renews the credentials of roles, processes and SSO.
 
-boto3 is an optional package, which the extra `aws` installs.
+The extra `aws` installs boto3.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -11,14 +11,14 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 
 from clipmill.manifests.errors import UserError, first_line
 
-# obstore requests new credentials five minutes before the expiry time that a provider returns, so with this time it
-# uses credentials for one minute. boto3 renews credentials ten minutes before they expire, so this is safe.
+# Lifetime that obstore sees. obstore requests new credentials five minutes before they expire, so it uses them for one
+# minute. This is safe, because boto3 renews credentials ten minutes before they expire.
 _CACHE_TIME = timedelta(minutes=6)
 _SHORT_LIFETIME_S = 120  # remaining lifetime below which each request gets the credentials from boto3
 
 
 class ProfileCredentials(Boto3CredentialProvider):
-    """Credential provider for a profile. obstore caches its credentials only as long as they are valid."""
+    """Credential provider for a profile. It sets expiry times, so that obstore never uses expired credentials."""
 
     def __call__(self) -> Any:
         """Return valid credentials, with the time at which obstore must request new ones."""

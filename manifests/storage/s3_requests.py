@@ -1,10 +1,11 @@
-"""Send requests to S3 that obstore does not support: list any names, and list and abort unfinished uploads.
+"""Send requests to S3 that obstore does not support: list arbitrary names, and list and abort unfinished uploads.
 
 The requests use URLs that obstore signs, with the same credentials, region and endpoint as for all other requests.
-obstore signs URLs of objects only. But if the endpoint of a store has a query, obstore appends the path to the last
-value of the query, and thus signs any URL of a bucket.
+obstore signs URLs of objects only. But if the endpoint of a store has a query string, obstore appends the path to the
+last value of the query, and thus signs any URL of a bucket.
 
-Azure removes unfinished uploads after a week. For Google, the bucket needs a rule (docs/cluster.md).
+Azure removes unfinished uploads after a week. On Google Cloud Storage, the bucket needs a rule that removes them
+(docs/cluster.md).
 """
 
 import http.client
@@ -49,7 +50,7 @@ class S3Requests:
     All methods raise the same errors as the methods of `clipmill.manifests.storage.objects.Objects`.
 
     Args:
-        store: Store of obstore for the URL.
+        store: obstore's store for the URL.
     """
 
     def __init__(self, url: str, store: Any) -> None:
@@ -59,7 +60,7 @@ class S3Requests:
     def list(
         self, prefix: str, *, recursive: bool, start_after: str | None, page_size: int
     ) -> Iterator[list[dict[str, str]]]:
-        """Yield the objects in the folder `prefix` by pages, as dicts with the names that S3 uses.
+        """Yield pages of the objects in the folder `prefix`, as dicts with the names that S3 uses.
 
         Args:
             recursive: Also list the subfolders.

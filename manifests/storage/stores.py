@@ -1,4 +1,4 @@
-"""Open obstore's stores for the supported URLs, and convert errors of obstore to OSErrors and user errors.
+"""Open obstore's stores for the supported URLs, and convert obstore's errors to OSErrors and user errors.
 
 Credentials and endpoints come from the environment variables that each provider's own tools use (`clouds.py`). obstore
 renews the credentials of web identities, containers and instances. boto3 renews the credentials of a profile
@@ -58,7 +58,7 @@ def scheme_of(url: str, *, is_written: bool = False) -> str:
     if match is not None and "@" in match[2].partition("/")[0]:
         raise UserError(
             f"the URL {scheme}://...@{match[2].partition('@')[2]} contains a user name or password",
-            hint="remove them from the URL; credentials are read from the environment",
+            hint="remove it from the URL; credentials are read from the environment",
         )
     if scheme in ("s3a", "s3n"):
         raise UserError(f"{scheme}:// URLs are not supported: {url}", hint="use s3://...")
@@ -253,7 +253,7 @@ def _raise_storage_error(error: Exception, *, url: str, object_url: str) -> NoRe
     if code in _CLOCK_CODES:
         message = f"{object_url}: the clock of this machine differs too much from the clock of the server ({code})"
         raise AccessRefused(message, hint="set the clock, for example with NTP") from None
-    if any(path in str(error) for path in _METADATA_PATHS):  # obstore asks the metadata server if there is no other way
+    if any(path in str(error) for path in _METADATA_PATHS):  # obstore asks the metadata server last
         raise NoCredentials(
             f"{object_url}: there are no credentials", hint=f"set {cloud.credentials}, or use a machine with a role"
         ) from None

@@ -2,7 +2,7 @@
 
 In the URL of an object in a bucket, everything after the name of the bucket is the literal key. In an `http(s)` URL,
 the path is percent-encoded. A URL must not contain a user name or password, and an `http(s)` URL must not contain a
-query string, because the manifest would store them; besides, signed URLs expire. Credentials are read from the
+query string, because the manifest would store these secrets. Signed URLs also expire. Credentials are read from the
 environment (`clipmill.manifests.storage.objects`).
 
 A table of URLs or the response of a server may be malicious, and try to make this machine send requests to services
@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from clipmill.manifests.errors import UserError
-from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.manifests.storage.mirrors import is_remote, reject_mistyped_url
 
 Location = Path | str  # a local path, or a URL
 
@@ -39,7 +39,7 @@ def parse_location(text: str) -> Location:
     """
     if is_remote(text):
         return text
-    require_not_mistyped(text)
+    reject_mistyped_url(text)
     return Path(text)
 
 
@@ -67,7 +67,7 @@ def split_url(url: str) -> tuple[str, str]:
     if "@" in root:
         raise UserError(
             f"{mask_secrets(url)} contains a user name or password, which the manifest would store",
-            hint="remove them from the URL; credentials are read from the environment",
+            hint="remove it from the URL; credentials are read from the environment",
         )
     if not is_web(url):
         return root, key
@@ -132,7 +132,7 @@ def redirect_problem(url: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _private_address(host: str) -> str | None:
-    """Return a private IP address of a host, or None if all of its addresses are public or it cannot be resolved."""
+    """Return a private IP address of a host, or None if its addresses are public or the host cannot be resolved."""
     try:
         addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):

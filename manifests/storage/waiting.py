@@ -1,7 +1,7 @@
 """Show a message while a server does not respond to a request.
 
 A request is retried for a while before it fails (`stores.py`). Without a message, the command would seem to hang.
-`set_wait_reporter` sets the function that shows the message. In a process that does not call it, nothing is shown.
+`set_wait_reporter` sets the function that shows the message. A process that does not call it shows no message.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def watch_request(url: str, *, num_bytes: int) -> Iterator[None]:
 
     Args:
         url: URL of the folder as the user typed it. (Names of objects, such as locks, would mean nothing to the user.)
-        num_bytes: Number of bytes that are sent or received. Larger transfers may take longer without a message.
+        num_bytes: Number of bytes that are sent or received. A larger transfer may take longer before a message.
     """
     global _watcher
     if _report is None:

@@ -1,23 +1,23 @@
 """Mirror a data folder or a run in a bucket as a local folder, so that all other code works with paths.
 
-The bucket is authoritative. The local folder contains small files (records, tables, layouts, commits), and placeholders
-for all other files, which are sparse files of the right size. It is a cache that can be deleted without loss, in
-`$TMPDIR/data-clipmill-<uid>/`:
+The bucket is authoritative. The local folder is a cache that can be deleted without loss. It contains the small files
+(records, tables, layouts, commits), and a placeholder for each other file: a sparse file of the same size. All local
+folders are in `$TMPDIR/data-clipmill-<uid>/`:
 
     <16 hex digits, hash of the URL>/
         <host>-<n>/           the mirror of one command; n distinguishes concurrent commands on a host
-        <host>-<n>.lock       file that is locked while a command uses the folder, with a random ID of the command
+        <host>-<n>.lock       random ID of the command; this file is locked while the command uses the folder
 
 Reading: a command lists the bucket once, and fetches the objects that have changed. The modification time of a local
 file identifies the version of the object: the nanoseconds are a hash of the etag, and the last bit is set for a
-placeholder. If a command was killed while it was writing a file, the nanoseconds do not match, and the file is fetched
-again, so files of killed commands need not be trusted. If the content of a file is only in the bucket, the file is
-fetched when it is opened. The content of tars and of parts of checkpoints is not kept.
+placeholder. If a command was killed while it was writing a file, the nanoseconds do not match, and the next command
+fetches the file again. If the content of a file is only in the bucket, the file is fetched when it is opened. Local
+copies of tars and of parts of checkpoints are not kept after use.
 
-Writing: an object is written before the local file appears, and in the order in which files are published (tar,
-indexes, commit), so that a killed command leaves at most objects to which no commit refers. Locks are leases
-(`leases.py`), which are checked before each attempt of a request that changes objects. A record is replaced only if it
-is still the version that this command has seen. A delayed second write is harmless, because the names of tars and
+Writing: an object is written before its local file appears. Objects are written in the order in which files are
+published (tar, indexes, commit), so a killed command never leaves a commit without its files. Locks are leases
+(`leases.py`). They are checked before each attempt to change objects. A record is replaced only if it is still the
+version that this command has seen. A delayed second write of other files is harmless, because the names of tars and
 indexes depend on their plan, and merged tables record their commits.
 
 `mounting.py` opens and mounts these folders.
@@ -61,9 +61,9 @@ def is_lock(key: str) -> bool:
 
 
 def journal_owner(key: str) -> str | None:
-    """Return the folder to which a journal belongs, or None for other files.
+    """Return the folder that a journal belongs to, or None for any other file.
 
-    A journal grows line by line, which is impossible for an object, so it is stored only on the machine that writes it.
+    A journal grows line by line. Objects cannot grow, so a journal is stored only on the machine that writes it.
     """
     match = _JOURNAL.fullmatch(key)
     return match[1] if match else None
@@ -74,16 +74,16 @@ def is_format_name(key: str) -> bool:
     return is_eager(key) or key.endswith(_LAZY_SUFFIXES)
 
 
-def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
+def partition_objects(objects: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
     """Separate objects that have a local file from objects that cannot have one.
 
-    Folder markers, which consoles and FUSE tools create, are ignored. They are empty objects whose name is the name of
-    a folder, or does not have a suffix of the data format.
+    Folder markers, which consoles and FUSE tools create, are ignored. A folder marker is an empty object that has the
+    name of a folder, or lacks a suffix of the data format.
 
     Returns:
         The metadata of objects that have a local file, by key, and the keys of objects that cannot have one.
     """
-    infos = {info.key: info for info in listed}
+    infos = {info.key: info for info in objects}
     folders = {parent for key in infos for parent in parents_of(key)}
     # If an object and a folder have the same name, the object has a local file only if it belongs to the data format.
     files = {key for key in folders & infos.keys() if infos[key].size_bytes and is_format_name(key)}
@@ -100,7 +100,7 @@ def sort_objects(listed: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], s
 
 
 def parents_of(key: str) -> Iterator[str]:
-    """Yield all folders that contain an object, from the innermost folder on."""
+    """Yield the folders that contain an object, with the innermost folder first."""
     while "/" in key:
         key = key.rpartition("/")[0]
         yield key
@@ -130,8 +130,8 @@ def is_current(
 ) -> bool:
     """Return True if a local file represents the current version of an object.
 
-    A small object requires the content; for other objects, a placeholder suffices. If the seconds of the modification
-    time differ from the time of the object, they are corrected.
+    The local file of a small object must have the content; for other objects, a placeholder suffices. If the seconds of
+    the file's modification time differ from the time of the object, they are corrected.
     """
     is_content = not state.st_mtime_ns % 2
     stamp = _stamp(info.key, info.etag, is_content=is_content)
@@ -145,7 +145,7 @@ def is_current(
 
 
 def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
-    """Set the modification time of a local file, which identifies the version of its object."""
+    """Set the modification time of a local file, so that it identifies the version of the object."""
     time_ns = int(info.modified_s) * _SECOND_NS + _stamp(info.key, info.etag, is_content=is_content)
     os.utime(path, ns=(time_ns, time_ns))
 
@@ -153,8 +153,8 @@ def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
 def _stamp(key: str, etag: str, *, is_content: bool) -> int:
     """Return the nanoseconds for the modification time of a local file, which identify the version of its object.
 
-    The last bit is set for a placeholder. Records get more nanoseconds than shards, so that a commit is never older
-    than shards from the same second.
+    The last bit is set for a placeholder. Records get larger values than shards, so that a commit is never older
+    than the shards from the same second.
     """
     digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
     return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
@@ -169,8 +169,8 @@ def make_placeholder(path: Path, info: ObjectInfo) -> None:
     temporary.replace(path)
 
 
-def run_of(folder: Path) -> str:
-    """Return the random ID of the command to which a local folder belongs, or "" if there is none."""
+def read_command_id(folder: Path) -> str:
+    """Return the random ID of the command that uses a local folder, or "" if there is none."""
     try:
         return (folder.parent / f"{folder.name}.lock").read_text()
     except OSError:
@@ -193,7 +193,7 @@ class WorkingCopy:
     def __init__(self, url: str, folder: Path, *, is_small: Callable[[str], bool] = is_eager) -> None:
         self.url, self.folder, self._is_small = url, folder, is_small
         self.objects: Objects = open_objects(url)
-        self._listed: dict[str, ObjectInfo] | None = None  # last listing, by key; None in a worker
+        self._listing: dict[str, ObjectInfo] | None = None  # last listing, by key; None in a worker
         self._foreign: set[str] = set()  # keys of objects that cannot have a local file
         self.leases = HeldLeases(self.objects)
         self._growing_lock = threading.Lock()
@@ -211,23 +211,23 @@ class WorkingCopy:
         self._refresh("")
 
     def forget(self) -> None:
-        """Discard the listing, so that `require_listed` lists the bucket again."""
-        self._listed = None
+        """Discard the listing, so that `ensure_listed` lists the bucket again."""
+        self._listing = None
 
-    def require_listed(self) -> None:
+    def ensure_listed(self) -> None:
         """List the bucket if this command has not listed it yet."""
-        if self._listed is None:
+        if self._listing is None:
             self.sync()
 
     @property
     def is_empty(self) -> bool:
         """True if there are no objects, or only hidden objects such as released locks."""
-        self.require_listed()
-        return not any(not key.startswith(".") for key in self._listed or ())
+        self.ensure_listed()
+        return not any(not key.startswith(".") for key in self._listing or ())
 
     def foreign_keys(self) -> list[str]:
         """Return the keys of all objects that cannot have a local file."""
-        self.require_listed()
+        self.ensure_listed()
         return sorted(self._foreign | self.objects.odd_names)
 
     def refresh(self, folder: Path) -> None:
@@ -235,7 +235,7 @@ class WorkingCopy:
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
         for is_last in (False, False, True):
-            infos, foreign = sort_objects(self.objects.list(prefix, recursive=recursive))
+            infos, foreign = partition_objects(self.objects.list(prefix, recursive=recursive))
             self._foreign |= foreign
             try:
                 self._mirror(infos, prefix, recursive=recursive)
@@ -244,11 +244,13 @@ class WorkingCopy:
                     raise
             else:
                 break
-        if self._listed is None:
-            self._listed = infos if not prefix and recursive else None
+        if self._listing is None:
+            self._listing = infos if not prefix and recursive else None
         else:
-            others = {key: info for key, info in self._listed.items() if not is_below(key, prefix, recursive=recursive)}
-            self._listed = others | infos
+            others = {
+                key: info for key, info in self._listing.items() if not is_below(key, prefix, recursive=recursive)
+            }
+            self._listing = others | infos
 
     def _mirror(self, infos: dict[str, ObjectInfo], prefix: str, *, recursive: bool) -> None:
         """Update the local files in the folder `prefix` to match the listed objects."""
@@ -306,8 +308,8 @@ class WorkingCopy:
         self._fetch(info)
 
     def drop_content(self) -> None:
-        self.require_listed()
-        for key in self._listed or ():
+        self.ensure_listed()
+        for key in self._listing or ():
             if not is_lock(key):
                 (self.folder / key).unlink(missing_ok=True)
         self.sync()
@@ -339,16 +341,16 @@ class WorkingCopy:
         try:
             state = path.stat()
         except FileNotFoundError:
-            return self._listed is None or self.key_of(path) in self._listed
+            return self._listing is None or self.key_of(path) in self._listing
         return not self._is_small(self.key_of(path)) and state.st_mtime_ns % 2 == 1
 
     def _info(self, path: Path) -> ObjectInfo:
         key = self.key_of(path)
-        if self._listed is None:
+        if self._listing is None:
             return self.objects.info(key)
-        if key not in self._listed:
+        if key not in self._listing:
             raise FileNotFoundError(errno.ENOENT, "no such object", self.objects.url_of(key))
-        return self._listed[key]
+        return self._listing[key]
 
     # Writing
 
@@ -366,8 +368,8 @@ class WorkingCopy:
         else:
             etag = self.objects.write(key, temporary, guard=self.require_locks)
         info = ObjectInfo(key, size_bytes, etag, time.time())
-        if self._listed is not None:
-            self._listed[key] = info
+        if self._listing is not None:
+            self._listing[key] = info
         if key.endswith(_LARGE_SUFFIXES):
             make_placeholder(temporary, info)
         else:
@@ -383,8 +385,8 @@ class WorkingCopy:
                 seen = self.objects.info(key)
             replaces = None if seen is None else seen.etag
             etag = self.objects.write(key, content, only_new=seen is None, replaces=replaces, guard=self.require_locks)
-            if self._listed is not None:
-                self._listed[key] = ObjectInfo(key, len(content), etag, time.time())
+            if self._listing is not None:
+                self._listing[key] = ObjectInfo(key, len(content), etag, time.time())
             self._uploaded[path] = state.st_size, state.st_mtime_ns
 
     def move(self, source: Path, target: Path) -> None:
@@ -397,35 +399,35 @@ class WorkingCopy:
                 continue
             self.objects.copy(key, new_key, guard=self.require_locks)
             info = self.objects.info(new_key)
-            if self._listed is not None:
-                self._listed[info.key] = info
+            if self._listing is not None:
+                self._listing[info.key] = info
             set_stamp(path, info, is_content=not self.is_only_in_bucket(path))
         if TEMPORARY_PREFIX not in self.key_of(source):
             self.remove(source)
 
     def remove(self, *paths: Path) -> None:
         keys = [self.key_of(path) for path in paths]
-        if self._listed is not None:
+        if self._listing is not None:
             folders = tuple(f"{key}/" for key, path in zip(keys, paths, strict=True) if path.is_dir())
-            members = [key for key in self._listed if key.startswith(folders)] if folders else []
-            keys = [*(key for key in keys if key in self._listed), *members]
+            members = [key for key in self._listing if key.startswith(folders)] if folders else []
+            keys = [*(key for key in keys if key in self._listing), *members]
         if keys:
             self.objects.delete(*keys, guard=self.require_locks)
             for key in keys:
-                (self._listed or {}).pop(key, None)
+                (self._listing or {}).pop(key, None)
 
     def touch(self, path: Path) -> None:
         info = self._info(path)
         with self.local_copy(path):
             etag = self.objects.write(info.key, path.read_bytes(), replaces=info.etag, guard=self.require_locks)
             new_info = ObjectInfo(info.key, info.size_bytes, etag, time.time())
-            if self._listed is not None:
-                self._listed[info.key] = new_info
+            if self._listing is not None:
+                self._listing[info.key] = new_info
             set_stamp(path, new_info, is_content=True)
 
     def abort_uploads(self, folder: Path) -> None:
         prefix = f"{self.key_of(folder)}/"
-        with suppress(UserError, OSError):  # the account may lack the permission, or the server may not support it
+        with suppress(UserError, OSError):  # missing permission, or a server without support for listing uploads
             for upload in self.objects.open_uploads():
                 if upload.key.startswith(prefix):
                     self.require_locks()
@@ -441,20 +443,20 @@ class WorkingCopy:
         conflicting_locks: re.Pattern[str] | None = None,
         on_wait: Callable[[str], object] | None = None,
     ) -> Iterator[None]:
-        self.require_listed()
-        listed_lock = (self._listed or {}).get(name)
+        self.ensure_listed()
+        listed_lock = (self._listing or {}).get(name)
         lease = Lease(self.objects, name, resource=self.url)
         if on_wait is None:
             lease.acquire()
         else:
             lease.take_over(on_wait=on_wait)
         with self.leases.hold(lease):
-            if lease.replaced != listed_lock:  # another command held the lock after the listing
+            if lease.replaced_object != listed_lock:  # another command held the lock after the listing
                 self.sync()
             if conflicting_locks is not None:
                 if held := held_leases(self.objects, conflicting_locks):
                     key, record = min(held.items())
-                    holder = f"{record.get('holder')} since {record.get('since')}, with {key}"
+                    holder = f"{record.get('holder')} since {record.get('since')}, lock {key}"
                     raise LeaseHeld(
                         f"another command is writing to {self.url} ({holder})", hint="wait until it finishes"
                     )
@@ -464,16 +466,16 @@ class WorkingCopy:
                     if conflicting_locks.fullmatch(info.key)
                 }
                 if locks != {
-                    key: info for key, info in (self._listed or {}).items() if conflicting_locks.fullmatch(key)
+                    key: info for key, info in (self._listing or {}).items() if conflicting_locks.fullmatch(key)
                 }:
                     self.sync()
             yield
 
     def lock_names(self) -> list[str]:
-        return [key for key in self._listed or () if is_lock(key) and "/" not in key]
+        return [key for key in self._listing or () if is_lock(key) and "/" not in key]
 
     def holder_of(self, name: str) -> str | None:
-        info = (self._listed or {}).get(name)
+        info = (self._listing or {}).get(name)
         return None if info is None else holder_of(self.objects, info)
 
     @contextmanager
@@ -487,7 +489,7 @@ class WorkingCopy:
     @property
     def access(self) -> tuple[str, ...]:
         leases = (text for fence in self.leases.fences for text in fence)
-        return (self.url, os.fspath(self.folder), run_of(self.folder), *leases)
+        return (self.url, os.fspath(self.folder), read_command_id(self.folder), *leases)
 
     def join(self, access: tuple[str, ...]) -> None:
         _, _, _, *leases = access
@@ -498,8 +500,8 @@ class WorkingCopy:
     def publish_token(self, path: Path) -> None:
         key = self.key_of(path)
         self.objects.write(key, path.read_bytes(), guard=self.require_locks)
-        if self._listed is not None:
-            self._listed[key] = self.objects.info(key)
+        if self._listing is not None:
+            self._listing[key] = self.objects.info(key)
 
     def require_locks(self) -> None:
         self.leases.require()

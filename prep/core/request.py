@@ -17,7 +17,7 @@ from clipmill.manifests.formatting import parse_size
 from clipmill.manifests.help_text import FIRST_RUN
 from clipmill.manifests.monitoring import Monitoring
 from clipmill.manifests.settings import Checked, Range, errors_of, mistakes, raise_mistakes
-from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.manifests.storage.mirrors import is_remote, reject_mistyped_url
 from clipmill.prep.core.column import DATA_VARIABLE
 from clipmill.prep.core.recipe import KEPT, marked_fields
 from clipmill.prep.engines.execution import Execution
@@ -34,7 +34,7 @@ def _data_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     """Convert --data to a local path: the path itself, or the working copy of a data folder in a bucket."""
     value = tokens[0].value
     if not is_remote(value):
-        require_not_mistyped(value)
+        reject_mistyped_url(value)
         return Path(value)
     from clipmill.manifests.storage.mounting import open_data
 

@@ -17,7 +17,7 @@ from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun, parse_size
 from clipmill.manifests.plugins import import_object
 from clipmill.manifests.settings import Checked, errors_of, no_effect_error
-from clipmill.manifests.storage.mirrors import is_remote, require_not_mistyped
+from clipmill.manifests.storage.mirrors import is_remote, reject_mistyped_url
 from clipmill.train.config import fields as groups
 from clipmill.train.config.fields import FIRST_RUN
 
@@ -300,7 +300,7 @@ def local_folder(address: str | Path) -> Path:
 
 def _run_folder(_type: Any, tokens: Sequence[Token]) -> Path:
     """Convert the value of --out to a local folder. A run in a bucket is mirrored to a local folder."""
-    require_not_mistyped(tokens[0].value)
+    reject_mistyped_url(tokens[0].value)
     return local_folder(tokens[0].value)
 
 

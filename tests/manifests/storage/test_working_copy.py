@@ -49,7 +49,7 @@ def copy_of(address: str) -> tuple[Path, WorkingCopy]:
     folder = open_data(address)
     copy = mirror_of(folder)
     assert isinstance(copy, WorkingCopy)
-    copy.require_listed()
+    copy.ensure_listed()
     return folder, copy
 
 
