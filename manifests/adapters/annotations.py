@@ -41,7 +41,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError if `path` is not a regular file. A missing file is accepted, because opening it reports that."""
+    """Raise UserError if `path` is not a regular file. A missing file is accepted; opening it raises an error."""
     with convert_read_errors(path):
         try:
             kind = file_kind(path.stat().st_mode)
@@ -63,7 +63,7 @@ def convert_read_errors(path: Path) -> Iterator[None]:
 
 
 def not_utf8_error(path: Path, error: UnicodeDecodeError) -> UserError:
-    """Return the error for a file that is not UTF-8. The file is read again to find the number of the line."""
+    """Return the error for a file that is not UTF-8. The file is read again to find the line number."""
     line_number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with suppress(UnicodeDecodeError), open_annotations(path, "rb") as file:
         while part := file.readline(_MAX_READ_BYTES):
@@ -94,7 +94,7 @@ class Row:
     """A row of a table.
 
     Attributes:
-        number: 0-based index of the row, without the header.
+        number: 0-based index of the row, not counting the header.
         values: Values by column.
         fault: Reason why the values cannot be used, or None.
     """
@@ -133,7 +133,7 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
 
 
 def csv_rows(lines: Iterable[str], *, path: Path, separator: str = ",") -> Iterator[list[str]]:
-    """Iterate over the cells of each row of a CSV file, without blank lines.
+    """Iterate over the rows of a CSV file as lists of cells, skipping blank lines.
 
     Raises:
         UserError: A cell is longer than the csv module allows, text follows the closing quotation mark of a cell, or
@@ -320,7 +320,7 @@ def find_split(name: str) -> str | None:
 
 
 def split_in_file_name(file_name: str) -> str:
-    """Return the first split that is a word of a file name, as in `EPIC_100_validation.csv`; train by default."""
+    """Return the first split that a file name contains as a word, as in `EPIC_100_validation.csv`; train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), TRAIN)
 
@@ -343,7 +343,7 @@ def split_of_list(path: Path, *, example: str) -> str:
 
 
 def split_of_folders(relative_path: str) -> str:
-    """Return the split of a path such as `val/a/b.mp4`: the innermost folder that has the name of a split, or train."""
+    """Return the split of the innermost folder that is named after a split, as in `val/a/b.mp4`; train by default."""
     folders = relative_path.split("/")[:-1]
     return next((_SPLIT_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _SPLIT_NAMES), TRAIN)
 
@@ -352,16 +352,16 @@ class Reason(StrEnum):
     """Reasons for rejected rows, as codes in rejected.parquet and manifest.json. docs/datasets.md explains them."""
 
     MISSING_FILE = "missing_file"  # annotated video without a file; one row per video, with the number of captions
-    MISSING_CHUNK = "missing_chunk"  # caption that a model wrote for a chunk that does not exist any more
+    MISSING_CHUNK = "missing_chunk"  # caption that a model wrote for a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # name that matches several files
-    DUPLICATE_ID = "duplicate_id"  # ID that an earlier video or narration has
+    DUPLICATE_ID = "duplicate_id"  # ID that an earlier video or narration already has
     BAD_NAME = "bad_name"  # file name that is not valid Unicode, or object whose name obstore cannot handle
     EMPTY_FILE = "empty_file"  # video of zero bytes
     NOT_A_FILE = "not_a_file"  # folder, pipe, socket or device with the name of a video
     UNREADABLE = "unreadable"  # inaccessible file or folder: a broken or circular link, or a missing permission
     EMPTY_ID = "empty_id"  # row that does not identify a video
     EMPTY_CAPTION = "empty_caption"
-    BAD_TIME = "bad_time"  # time that is not a finite number, negative or too late, or an end not after the start
+    BAD_TIME = "bad_time"  # time that is not finite, negative, or too late; or an end that is not after the start
     BAD_FPS = "bad_fps"  # times in frames with an fps that is not a frame rate
     BAD_LIKELIHOOD = "bad_likelihood"  # likelihood that is not a number, or is above 0
     BAD_SOURCE = "bad_source"  # source with characters other than letters, digits, ".", "-" and "_"

@@ -1,7 +1,7 @@
 """Read tables of captions: delimited text with a header, JSON, or Parquet.
 
 All formats have the same columns (`table_formats`). Each row is checked and converted to a `CaptionRow`. A cell may
-contain a list of captions. In text, the list has the form in which Python, NumPy or JSON prints it, such as
+contain a list of captions. In a text table, the list has the form that Python, NumPy or JSON prints, such as
 ['a dog runs', "it's a cat"]. The schema metadata of a Parquet file may identify the model that wrote the captions
 (clipmill.manifests.caption_table).
 """
@@ -57,14 +57,14 @@ class CaptionRow(NamedTuple):
     """A row of a table of captions.
 
     Attributes:
-        number: 0-based index of the row, without the header.
+        number: 0-based index of the row, not counting the header.
         video: Name of the video; None if it is missing or not a string.
         texts: Captions; an item is None if the caption is missing.
         source: Source; None if the row has no source.
         split: Value of the column `split`, not validated.
         group, view: Name of the moment, and name of the camera that recorded it; None if missing.
-        labels: Class in each label column, by name of the column. Empty labels are omitted.
-        fault: Reason why the row is unusable, or None. With a fault, only number and video are set.
+        labels: Class in each label column, by column name. Empty labels are omitted.
+        fault: Reason why the row is unusable, or None. An unusable row has only `number`, `video` and `fault`.
     """
 
     number: int
@@ -163,7 +163,7 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
             raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected the name or number of a class")
         label = str(value).strip()
         if label:
-            # JSON has true, Python True, and spreadsheets TRUE for the same class.
+            # JSON writes true, Python True, and spreadsheets TRUE for the same class.
             labels[name] = label.lower() if label.lower() in _BOOLEANS else label
     return labels
 
@@ -204,8 +204,8 @@ class Fault:
     """A row without usable captions.
 
     Attributes:
-        row: 0-based index of the row, without the header.
-        video: Name of the video in the row, if it has one.
+        row: 0-based index of the row, not counting the header.
+        video: Name of the video in the row, if the row contains one.
         error: Reason why the row is unusable.
     """
 
@@ -219,7 +219,7 @@ class Batch:
     """A batch of captions from a table.
 
     Attributes:
-        numbers: int64[N], 0-based index of each caption's row, without the header.
+        numbers: int64[N], 0-based index of each caption's row, not counting the header.
         rows: Table of COLUMNS with N rows. Video, text, source and likelihood may be null. Values are not validated.
         faults: Rows without usable captions.
     """

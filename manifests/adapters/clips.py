@@ -24,9 +24,9 @@ time_start, time_end, split. The videos are files `<youtube_id>_<start as 6 digi
 (trimmed: the label applies to the complete file) or `<youtube_id>.<extension>` (untrimmed: the label applies from
 time_start to time_end). A list without a header has lines such as
 
-    path label               or `path,label`: lists of VideoMAE
-    path num_frames label    lists of AVION; num_frames is ignored, because it refers to a different copy of the video
-    path 0 -1                lists of VideoMAE V2 for pre-training: a video without a label
+    path label               or `path,label`: lists from VideoMAE
+    path num_frames label    lists from AVION; num_frames is ignored, because it refers to a different copy of the video
+    path 0 -1                pre-training lists from VideoMAE V2: a video without a label
     path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
 
 The split of a list without a header is derived from the file name of the list. A path may contain spaces and commas, or
@@ -72,7 +72,7 @@ from clipmill.manifests.adapters.reading import (
     begin_reading,
     is_encodable,
 )
-from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
+from clipmill.manifests.adapters.video_files import VIDEO_SUFFIXES, AmbiguousName, VideoLookup
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.storage.urls import Location
@@ -116,8 +116,8 @@ def read_msrvtt(
 
     Raises:
         UserError: No videos are found, an annotation file cannot be read or has a different form, the name of a CSV
-            file does not contain a split, CSV files list videos whose captions are in no JSON file, or a JSON file has
-            no videos that the CSV files list.
+            file does not contain a split, CSV files list videos without captions but there is no JSON file, or there
+            are CSV and JSON files but no CSV file lists such videos.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip, labels=MSRVTT_LABELS)
     for path in annotations:
@@ -142,7 +142,7 @@ def read_msrvtt(
             elif not tables or video_id in listed:
                 _add_sentence(builder, videos, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
     for video_id, (path, number) in unseen.items():
-        detail = "the JSON files have no sentence for it"
+        detail = "the JSON files contain no sentence for this video"
         builder.reject(Reason.EMPTY_CAPTION, file=str(path), row=number, source_id=video_id, detail=detail)
     return builder.build()
 
@@ -347,7 +347,7 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     trimmed_id = f"{youtube_id}_{round(begin_s):06d}_{round(end_s):06d}"
     try:
         is_untrimmed = lookup.find(trimmed_id) is None and lookup.find(youtube_id) is not None
-    except Ambiguous:
+    except AmbiguousName:
         is_untrimmed = False
     return (youtube_id, False) if is_untrimmed else (trimmed_id, True)
 
@@ -414,8 +414,8 @@ def _parse_label(name: str, label: str, *, is_pretraining: bool) -> _Line:
     if label.startswith("-"):
         return _Line(name, None, f"label is {label}, expected a class, or -1 for no label")
     if count < 2 or is_pretraining:
-        # The first number is not a number of frames, because no video has 0 or 1 frames. It is the number of the first
-        # extracted frame.
+        # The first number is the index of the first extracted frame. It is not a number of frames, because no video has
+        # 0 or 1 frames, and lists for pre-training do not contain numbers of frames.
         fault = f"a folder of extracted frames (`folder start total`: {count} {label}), expected a video file"
         return _Line(name, None, fault)
     return _Line(name, label)
@@ -424,7 +424,7 @@ def _parse_label(name: str, label: str, *, is_pretraining: bool) -> _Line:
 def _exists(name: str, lookup: VideoLookup) -> bool:
     try:
         return lookup.find(name) is not None
-    except Ambiguous:
+    except AmbiguousName:
         return True
 
 

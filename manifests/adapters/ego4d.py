@@ -1,4 +1,4 @@
-"""Read narrations of Ego4D (Grauman et al. 2022): official files, pickled lists of AVION and LaViLa, files of EgoVLP.
+"""Read Ego4D narrations (Grauman et al. 2022): official files, pickled lists of AVION and LaViLa, EgoVLP's files.
 
 `narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
 `all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). In this list,
@@ -6,25 +6,25 @@
 In both files, a narration has a single timestamp t. The rule of EgoVLP (Lin et al. 2022, section 3) expands it to the
 interval [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
 of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within the pass of one
-annotator. Videos of the file count even if they have not been downloaded, so that captions do not shift when more of
-the dataset is downloaded. Negative start times become 0.
+annotator. Videos that have not been downloaded also count, so that captions do not shift when more of the dataset is
+downloaded. Negative start times become 0.
 
 As in EgoVLP, narrations with the tag #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
-The narration files have no splits. Their videos belong to train, unless `ego4d.json`, which contains the metadata of
-the videos, is passed as well. It has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video that
-is in a test split belongs to test. Otherwise, a video that is in a validation split or in several splits (`multi`)
-belongs to val. Therefore, as in the selection of EgoVLP, no benchmark evaluates on a training video.
+The narration files have no splits. Without `ego4d.json`, the metadata of the videos, all of their videos belong to
+train. `ego4d.json` has a split for each group of benchmarks (`split_em`, `split_av`, ...). A video that is in a test
+split belongs to test. Otherwise, a video that is in a validation split or in several splits (`multi`) belongs to val.
+Therefore, as in EgoVLP's selection of videos, no benchmark evaluates on a training video.
 
 A pickled list contains rows of (video, start in seconds, end in seconds, narration or list of narrations), with exact
-intervals. Lists from the narrator of LaViLa also contain scores, which are ignored. Split and source are derived from
-the file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
+intervals. Lists from LaViLa's narrator also contain scores, which are ignored. Split and source are derived from the
+file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
 interval belong to the same clip.
 
-The tab-separated `egoclip.csv` of EgoVLP has a pair of clip and text in each row: `video_uid`, `clip_start` and
-`clip_end` in seconds, and `clip_text`. The pairs belong to train and have the source `egoclip`. A negative start time
-becomes 0. Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes one caption in the split val
-with the source `egomcq`. A text file lists videos to omit.
+EgoVLP's tab-separated `egoclip.csv` has one clip with its text in each row: `video_uid`, `clip_start` and `clip_end` in
+seconds, and `clip_text`. These clips belong to train and have the source `egoclip`. A negative start time becomes 0.
+Each distinct clip of `egomcq.json` (clipmill.manifests.adapters.egomcq) becomes one caption in the split val with the
+source `egomcq`. A text file lists videos to omit.
 """
 
 import pickle
@@ -79,20 +79,21 @@ def read_ego4d(
         UserError: No videos are found, or an annotation file cannot be read.
     """
     builder, videos = begin_reading(dataset, directory, skip=skip)
-    omissions = [path for path in annotations if path.suffix.lower() == ".txt"]
-    for path in omissions:
+    omission_files = [path for path in annotations if path.suffix.lower() == ".txt"]
+    for path in omission_files:
         omit_listed_videos(builder, videos, path=path)
-    annotations = [path for path in annotations if path not in omissions]
-    jsons = [path for path in annotations if path.suffix.lower() == ".json"]
-    questions = [path for path in jsons if has_questions(path)]
-    lists = {path: splits for path in jsons if path not in questions and (splits := _splits(path))}
-    splits = {video: split for splits_of_list in lists.values() for video, split in splits_of_list.items()}
+    annotations = [path for path in annotations if path not in omission_files]
+    json_files = [path for path in annotations if path.suffix.lower() == ".json"]
+    question_files = [path for path in json_files if has_questions(path)]
+    other_files = [path for path in json_files if path not in question_files]
+    splits_of_file = {path: splits for path in other_files if (splits := _splits(path))}
+    splits = {video: split for file_splits in splits_of_file.values() for video, split in file_splits.items()}
     for path in annotations:
         builder.begin_annotations(path)
         match path.suffix.lower():
-            case ".json" if path in lists:
+            case ".json" if path in splits_of_file:
                 pass
-            case ".json" if path in questions:
+            case ".json" if path in question_files:
                 add_questions(builder, videos, path=path)
             case ".json":
                 _add_narrations(builder, videos, path=path, splits=splits)
@@ -106,19 +107,18 @@ def read_ego4d(
                     hint="use all_narrations_redacted.json, narration.json, egoclip.csv or a pickled list; ego4d.json "
                     "adds splits, egomcq.json adds questions, and a .txt file lists videos to omit",
                 )
-    if lists and set(annotations) == set(lists):
+    if splits_of_file and set(annotations) == set(splits_of_file):
         raise UserError(
-            f"the annotation files contain splits, but no narrations: {', '.join(map(str, lists))}",
+            f"the annotation files contain splits, but no narrations: {', '.join(map(str, splits_of_file))}",
             hint="pass all_narrations_redacted.json or narration.json as well",
         )
-    for path, splits_of_list in lists.items():
+    for path, file_splits in splits_of_file.items():
         for video in builder.source_ids():
-            if video in splits_of_list:
+            if video in file_splits:
                 builder.count_row(path)
-    if lists and (num_others := sum(video not in splits for video in builder.source_ids())):
-        builder.note(
-            f"{' and '.join(path.name for path in lists)}: no split found for {count_noun(num_others, 'video')}"
-        )
+    if splits_of_file and (num_others := sum(video not in splits for video in builder.source_ids())):
+        names = " and ".join(path.name for path in splits_of_file)
+        builder.note(f"{names}: no split found for {count_noun(num_others, 'video')}")
     return builder.build()
 
 
@@ -165,19 +165,21 @@ def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: P
             detail = "the narrations are redacted"
             builder.reject(Reason.REDACTED, file=str(path), source_id=source_id, detail=detail)
         beta_s = _mean_gap_s(narrations)
-        half_s = None if beta_s is None else beta_s / (2 * alpha_s)
+        half_length_s = None if beta_s is None else beta_s / (2 * alpha_s)
         for name, rows in narrations.items():
             times_s = _times(rows)
-            usable = _usable_rows(builder, rows, times_s, half_s=half_s, path=path, source_id=source_id, pass_name=name)
-            if usable and half_s is not None:
+            usable = _usable_rows(
+                builder, rows, times_s, half_length_s=half_length_s, path=path, source_id=source_id, pass_name=name
+            )
+            if usable and half_length_s is not None:
                 texts = [_field(rows[row], "narration_text", "text").strip() for row in usable]
                 builder.add_captions(
                     video,
                     texts=pa.array(texts, pa.string()),
                     source=name,
                     file=path,
-                    begin_s=np.maximum(times_s[usable] - half_s, 0.0),
-                    end_s=times_s[usable] + half_s,
+                    begin_s=np.maximum(times_s[usable] - half_length_s, 0.0),
+                    end_s=times_s[usable] + half_length_s,
                 )
 
 
@@ -218,7 +220,7 @@ def _times(rows: list[Any]) -> np.ndarray:
 
 
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
-    """Return beta_i, the mean gap in seconds between consecutive narrations of a video; None if there are no gaps."""
+    """Return beta_i, the mean gap in seconds between consecutive narrations of a video; None if no gap is above 0."""
     times = [_times(rows) for rows in narrations.values()]
     gaps = np.concatenate([np.empty(0), *(np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times)])
     return float(gaps.mean()) if gaps.any() else None
@@ -229,7 +231,7 @@ def _usable_rows(
     rows: list[Any],
     times_s: np.ndarray,
     *,
-    half_s: float | None,
+    half_length_s: float | None,
     path: Path,
     source_id: str,
     pass_name: str,
@@ -239,7 +241,7 @@ def _usable_rows(
     Args:
         rows: Narrations of the pass.
         times_s: Timestamps in seconds, float64[N].
-        half_s: Half of the length of the intervals in seconds; None if the rule cannot be applied.
+        half_length_s: Half the length of the intervals in seconds; None if the rule cannot be applied.
     """
     usable = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
@@ -253,7 +255,7 @@ def _usable_rows(
             reason, detail = Reason.UNSURE, text[:200]
         elif not text.strip():
             reason, detail = Reason.EMPTY_CAPTION, "the text is empty"
-        elif half_s is None:
+        elif half_length_s is None:
             reason = Reason.NO_INTERVAL
             detail = "the interval rule requires two narrations with different timestamps"
         else:
@@ -322,7 +324,7 @@ def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Pat
 
 
 def add_pairs(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
-    """Add the pairs of clip and text in `egoclip.csv`."""
+    """Add the clips in `egoclip.csv` with their texts."""
     for row in read_csv(path, required=_COLUMNS, separator="\t"):
         if row.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
@@ -354,7 +356,7 @@ def omit_listed_videos(builder: ReadingBuilder, videos: AnnotatedVideos, *, path
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")
 
 
-# Old pickle protocols encode an empty set as a call of the class `set`.
+# Old pickle protocols encode a set as a call of the class `set`.
 _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,

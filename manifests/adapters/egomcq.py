@@ -40,7 +40,7 @@ class Question:
         number: 0-based index of the question in the file.
         text: Text that describes one of the clips.
         choices: The clips.
-        texts: Text of each clip.
+        texts: Text of each clip in `choices`.
         answer: Index of the clip that the text describes.
     """
 

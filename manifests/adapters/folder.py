@@ -4,9 +4,9 @@ Each video file becomes a video. Its ID is the relative path without the extensi
 extension, the ID includes the extension (`file_ids`). The table has these columns:
 
 - `video`: Relative path or file name, with or without the extension. If a name without an extension matches several
-  files, it refers to the file whose ID is the name. If no file matches, separators and case are ignored.
-- `text`: Caption. A row with labels does not need a text. Its caption is the name of the class, with the source
-  `class`.
+  files, it refers to the file whose ID is the name. If no file matches, the lookup ignores separators and case.
+- `text`: Caption. A row with labels does not need a text. Without a text, its caption is the name of the class, with
+  the source `class`.
 - `begin_s`, `end_s` or `duration_s` (optional): Time span. Without times, a caption applies to the complete video, from
   0 to +inf.
 - `source`, `likelihood`, `split`, `group`, `view` (optional): See schema.CAPTIONS and schema.OPTIONAL_CAPTIONS. Rows of
@@ -14,7 +14,7 @@ extension, the ID includes the extension (`file_ids`). The table has these colum
 - Labels (optional) of the video or of the time span.
 
 The split of a video is the first split in its rows, otherwise the split in the name of a parent folder, otherwise
-train. Further rows of the video may have a different split. Subtitles and the output of speech recognition next to the
+train. Later rows of the video may have a different split. Subtitles and the output of speech recognition next to the
 videos are read on request (`subtitles`).
 
 The folder may be in a bucket (`s3://bucket/videos`). Files on a web server cannot be listed, so the table must list the
@@ -33,7 +33,7 @@ from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow,
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.subtitles import SUFFIXES, add_companion_files, note_companion_files
 from clipmill.manifests.adapters.video_files import (
-    Ambiguous,
+    AmbiguousName,
     LooseLookup,
     NearestName,
     VideoFile,
@@ -94,20 +94,20 @@ def read_folder(
         scan = builder.scan(directory, skip=skip, companions=SUFFIXES)
     files = scan.files
     usable = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
-    numbers: dict[str, int | None] = {}
+    video_indices: dict[str, int | None] = {}
     owners: dict[str, VideoFile] = {}
     for file, source_id in zip(usable, file_ids(usable, known=known or {}), strict=True):
         split = split_of_folders(file.relative)
-        numbers[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
+        video_indices[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
         if source_id == file.source_id:
             owners[compose_unicode(source_id)] = file
     if captions is not None:
-        _add_captions(builder, captions, required, files=files, owners=owners, numbers=numbers, base=base)
+        _add_captions(builder, captions, required, files=files, owners=owners, video_indices=video_indices, base=base)
     if subtitles and directory is not None:
         location = directory.resolve() if isinstance(directory, Path) else directory
-        add_companion_files(builder, location, scan.companions, numbers=numbers)
+        add_companion_files(builder, location, scan.companions, video_indices=video_indices)
     else:
-        note_companion_files(builder, scan.companions, video_paths=numbers)
+        note_companion_files(builder, scan.companions, video_paths=video_indices)
     return builder.build()
 
 
@@ -126,7 +126,7 @@ class _Videos:
         self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if lists_videos else files)
         self._owners, self._base, self._lists_videos = owners, base, lists_videos
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # suggestion of the nearest name, by name in the table
+        self._nearest: dict[str, str] = {}  # suggestion with the nearest name, by name in the table
         self.respelled: dict[str, str] = {}  # path of a file with a different spelling, by name in the table
 
     def find(self, name: str) -> VideoFile | None:
@@ -152,7 +152,7 @@ class _Videos:
         """Describe that a name matches no file, with the nearest name as a suggestion."""
         if name not in self._nearest:
             nearest = self._names.find(name)
-            self._nearest[name] = "" if nearest is None else f", the nearest is {nearest}"
+            self._nearest[name] = "" if nearest is None else f" (similar name: {nearest})"
         return f"no matching video file{self._nearest[name]}"
 
 
@@ -163,7 +163,7 @@ def _add_captions(
     *,
     files: Sequence[VideoFile],
     owners: Mapping[str, VideoFile],
-    numbers: dict[str, int | None],
+    video_indices: dict[str, int | None],
     base: str | None,
 ) -> None:
     """Add the captions of a table to the builder.
@@ -172,21 +172,21 @@ def _add_captions(
         required: Columns that the table must have. Without `text`, the table lists the videos, and its rows do not need
             a text.
         owners: Files by ID, for IDs without an extension.
-        numbers: Index of each video by relative path; None for a rejected video.
+        video_indices: Index of each video by relative path; None for a rejected video.
         base: URL of the folder on a web server, or None.
     """
     builder.begin_annotations(table)
     lists_videos = "text" not in required
     videos = _Videos(files, owners=owners, base=base, lists_videos=lists_videos)
     videos_with_split: set[int] = set()
-    labelled: set[tuple[object, ...]] = set()  # video, times and labels of the captions that have labels
+    labelled_keys: set[tuple[object, ...]] = set()  # video, times and labels of the captions that have labels
     num_classes = 0
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.video or ""
         video: int | None = None
         try:
             file = videos.find(name) if name.strip() else None
-            video = None if file is None else numbers.get(file.relative)
+            video = None if file is None else video_indices.get(file.relative)
             if row.fault is not None:
                 raise row.fault
             if not name.strip():
@@ -217,7 +217,7 @@ def _add_captions(
         if not has_text:
             builder.count_row(table)
         else:
-            _add_row(builder, video, row, Origin(table, source, row.number), split=split, labelled=labelled)
+            _add_row(builder, video, row, Origin(table, source, row.number), split=split, labelled_keys=labelled_keys)
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
     if num_classes:
         builder.note(
@@ -239,12 +239,12 @@ def _add_row(
     origin: Origin,
     *,
     split: str | None,
-    labelled: set[tuple[object, ...]],
+    labelled_keys: set[tuple[object, ...]],
 ) -> None:
     """Add the captions of a row. If several captions have the same times and labels, only the first gets the labels."""
     for text in row.texts:
         key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
-        labels = {} if key in labelled else row.labels
+        labels = {} if key in labelled_keys else row.labels
         is_added = builder.add_caption(
             video,
             text,
@@ -258,14 +258,14 @@ def _add_row(
             labels=labels,
         )
         if is_added and labels:
-            labelled.add(key)
+            labelled_keys.add(key)
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """Look up a file. If it matches files that differ only in the extension, return the file whose ID is the name."""
+    """Look up a file. If files that differ only in the extension match, return the file whose ID is the name."""
     try:
         return lookup.find(name)
-    except Ambiguous as error:
+    except AmbiguousName as error:
         owner = owners.get(compose_unicode(name.removeprefix("./")))
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
             raise Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
@@ -298,7 +298,7 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
         name = PurePosixPath(file.relative)
         candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}") if known else ()
         ids.append(next((source_id for source_id in candidates if known.get(source_id) == name.name), None))
-    taken = {source_id for source_id in ids if source_id is not None}
+    used_ids = {source_id for source_id in ids if source_id is not None}
     claims = Counter(file.source_id for file in files)
     for row, file in enumerate(files):
         source_id, suffix = file.source_id, PurePosixPath(file.relative).suffix
@@ -306,8 +306,8 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
             continue
         if claims[source_id] > 1:
             source_id += suffix
-        while source_id in taken:
+        while source_id in used_ids:
             source_id += suffix  # the file `a.mp4.mkv` would also have the ID `a.mp4`
-        taken.add(source_id)
+        used_ids.add(source_id)
         ids[row] = source_id
     return [source_id for source_id in ids if source_id is not None]

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from clipmill.manifests.adapters.annotations import LONGEST_S, Reason, convert_read_errors, file_kind, interval_fault
 from clipmill.manifests.adapters.caption_tables import Batch, OpenTable, open_caption_table
 from clipmill.manifests.adapters.reading import Reading, ReadingBuilder, escape_unencodable
-from clipmill.manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup
+from clipmill.manifests.adapters.video_files import AmbiguousName, VideoFile, VideoLookup
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.further_sources import source_fault
@@ -39,7 +39,7 @@ class FurtherReading:
 
     Attributes:
         reading: Captions with their likelihoods, and rejected rows. It contains no videos.
-        records: Record of each source by name: {"kind", "models": metadata of the models that wrote the captions}.
+        records: Record of each source, by name: {"kind", "models": metadata of the models that wrote the captions}.
     """
 
     reading: Reading
@@ -52,8 +52,8 @@ class Limits:
 
     Attributes:
         ends_s: End of each video in seconds; +inf if it is unknown. Captions that begin later are rejected.
-        has_chunk: Function that returns True if a chunk exists at the given times; None if the chunks are unknown. A
-            caption from a model belongs to a chunk, so it is rejected if there is no such chunk.
+        has_chunk: Function that returns a mask of the spans that have a chunk; None if the chunks are unknown. A
+            caption from a model belongs to a chunk, so it is rejected if its span has no chunk.
     """
 
     ends_s: np.ndarray
@@ -70,7 +70,7 @@ def read_caption_tables(
         videos: Videos of the manifest (schema.VIDEOS).
         dataset: Value of the column `dataset` in rejected rows.
         source: Source of all captions, which overrides the column `source`.
-        limits: Limits for the times of captions. By default, there are none.
+        limits: Limits for the times of captions. Default: no limits.
 
     Raises:
         UserError: A table cannot be read or lacks a column, two tables have the same content, or tables from different
@@ -110,7 +110,7 @@ class _Videos:
         self._lookups: tuple[VideoLookup, ...] = ()
         self._row_of_path: dict[Location, int] = {}
         self._path_of_row: dict[int, str] = {}  # absolute paths in the tables, by row of the video
-        self.moved: dict[str, str] = {}  # paths of videos in the manifest, by path in the tables that does not exist
+        self.moved_paths: dict[str, str] = {}  # path of the video in the manifest, by missing path in the tables
 
     def rows(self, names: pa.Array) -> np.ndarray:
         """Return the row of each video_id, int64[N]; -1 for unknown IDs."""
@@ -123,8 +123,8 @@ class _Videos:
         An absolute path that does not exist matches the video with the same file name.
 
         Raises:
-            Ambiguous: Several videos match.
-            UserError: Several paths that do not exist match the same video.
+            AmbiguousName: Several videos match.
+            UserError: Different absolute paths match the same video, and at least one of them does not exist.
         """
         if not self._lookups:
             paths = [parse_location(path) for path in self._videos["path"].to_pylist()]
@@ -144,16 +144,16 @@ class _Videos:
         # because Path.exists raises an error if a name is too long.
         is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
         if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
-            self.moved[name] = str(file.path)
+            self.moved_paths[name] = str(file.path)
         if file is None:
             return -1
         row = self._row_of_path[file.path]
         if PurePosixPath(name).is_absolute():
             first_name = self._path_of_row.setdefault(row, name)
-            if first_name != name and not self.moved.keys().isdisjoint((name, first_name)):
+            if first_name != name and not self.moved_paths.keys().isdisjoint((name, first_name)):
                 raise UserError(
-                    f"{first_name} and {name} both have the file name of {file.path}, so it is unclear which is this "
-                    "video",
+                    f"{first_name} and {name} both have the file name of {file.path}, so it is unclear which of "
+                    "them is this video",
                     hint="use its video_id in the column video, and remove the rows with the other path",
                 )
         return row
@@ -194,10 +194,10 @@ class _Reader:
                 self._add_records(table, pc.unique(rows["source"]).to_pylist())
 
     def result(self) -> FurtherReading:
-        if moved := self._videos.moved:
-            first, path = next(iter(moved.items()))
-            paths = count_noun(len(moved), "path")
-            self._builder.note(f"{paths} in the tables not found, videos matched by file name: {first} is {path}")
+        if moved_paths := self._videos.moved_paths:
+            first, path = next(iter(moved_paths.items()))
+            paths = count_noun(len(moved_paths), "path")
+            self._builder.note(f"{paths} in the tables not found; videos matched by file name: {first} is {path}")
         further_reading = replace(
             self._builder.build(),
             captions=pa.concat_tables(self._parts).unify_dictionaries(),
@@ -207,7 +207,7 @@ class _Reader:
         return FurtherReading(further_reading, self._records)
 
     def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
-        """Return the rows of the videos of all usable captions, int64[N], and the captions; reject other captions."""
+        """Reject unusable captions. Return the usable captions, and before them the rows of their videos, int64[N]."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -262,19 +262,19 @@ class _Reader:
         """Look up the videos of some captions by names other than the video_id.
 
         Args:
-            videos: Row of each caption's video, int64[N], to which the results are written.
+            videos: Row of each caption's video, int64[N]. The results are written to this array.
             unknown: Indices of the captions whose videos are looked up.
         """
-        video_of_name: dict[str, int | Ambiguous] = {}
+        video_of_name: dict[str, int | AmbiguousName] = {}
         for index in unknown.tolist():
             name = batch.rows["video"][index].as_py()
             if name not in video_of_name:
                 try:
                     video_of_name[name] = self._videos.find_row(name)
-                except Ambiguous as error:
+                except AmbiguousName as error:
                     video_of_name[name] = error
             video = video_of_name[name]
-            if isinstance(video, Ambiguous):
+            if isinstance(video, AmbiguousName):
                 number = int(batch.numbers[index])
                 self._builder.reject(
                     Reason.AMBIGUOUS_VIDEO, file=str(table.path), row=number, source_id=name, detail=str(video)

@@ -1,7 +1,7 @@
-"""Read LeRobot datasets, versions 3 and 2, which contain episodes of robots recorded by one or more cameras.
+"""Read LeRobot datasets, versions 3 and 2, which contain robot episodes recorded by one or more cameras.
 
     meta/info.json          version, frames per second, features (a camera has the dtype `video`), splits as ranges of
-                            episodes, templates of paths
+                            episodes, path templates
     meta/episodes/*/*       version 3, Parquet: one row per episode, with the tasks, statistics of the frames, and for
                             each camera the file and the span [from_timestamp, to_timestamp) in it
     meta/episodes.jsonl     version 2: one line per episode; each camera has one file per episode
@@ -55,7 +55,7 @@ _COPY_AGAIN = "copy the dataset again; after an interrupted recording, complete 
 
 @dataclass(frozen=True)
 class _Span:
-    """Time span in a video file, whose path is relative to the folder of the dataset."""
+    """Time span in a video file. The path of the file is relative to the folder of the dataset."""
 
     file: str
     begin_s: float
@@ -70,10 +70,10 @@ class _Episode:
         row: 0-based index of the episode in the metadata.
         index: `episode_index`.
         split: Split that contains the episode; None if no split contains it.
-        tasks: Distinct tasks of the episode, without empty ones.
+        tasks: Distinct non-empty tasks of the episode.
         data_file: File with the states and actions, relative to the folder of the dataset.
         spans: Span of the episode by camera, except for cameras whose file or times are missing.
-        labels: Labels by name of the column.
+        labels: Labels, by column name.
     """
 
     row: int
@@ -97,9 +97,9 @@ class _Dataset:
         root: Folder of the dataset.
         is_v3: True for version 3, False for version 2.
         views: Short names of the cameras, by name of the feature.
-        successes: Names of the features of frames that record whether the robot was successful.
+        success_features: Names of the frame features that record whether the robot was successful.
         splits: Ranges of episodes with their splits. Held-out splits come first.
-        video_path, data_path: Templates of paths relative to `root`.
+        video_path, data_path: Templates for paths relative to `root`.
         num_per_folder: Number of episodes in a folder (version 2).
     """
 
@@ -108,7 +108,7 @@ class _Dataset:
     fps: float
     num_episodes: object
     views: Mapping[str, str]
-    successes: Sequence[str]
+    success_features: Sequence[str]
     splits: Sequence[tuple[range, str]]
     video_path: str
     data_path: str
@@ -192,8 +192,8 @@ def _add_file(
             source_id, file=origin_file, num_captions=len(episodes), detail=detail, row=episodes[0].row
         )
         return
-    # Rejected episodes, which overlap another episode by more than half a frame, with the name of the other episode.
-    # Usually, the later episode is rejected. If one of them is held out and the other is for training, the episode for
+    # Name of the overlapped episode, by index of the rejected episode. An overlap of up to half a frame is allowed.
+    # Usually, the later episode is rejected. If one episode is held out and the other is for training, the episode for
     # training is rejected, because training would use held-out frames.
     overlaps: dict[int, str] = {}
     last: _Episode | None = None
@@ -254,7 +254,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
     fps, features, splits = info.get("fps"), info.get("features"), info.get("splits") or {}
     num_per_folder = _to_integer(info.get("chunks_size", 1000))
     require("fps", isinstance(fps, int | float) and 0 < fps < inf, "a number above 0")
-    require("chunks_size", bool(num_per_folder), "a number from 1")
+    require("chunks_size", bool(num_per_folder), "an integer of 1 or more")
     require("splits", isinstance(splits, dict), "an object")
     is_valid = isinstance(features, dict) and all(isinstance(feature, dict) for feature in features.values())
     require("features", is_valid, "an object of objects")
@@ -264,7 +264,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
         is_valid = isinstance(template, str) and not set("{}") & set(_FIELD.sub("", template))
         paths = [PurePosixPath(_fill(template, video_key=camera)) for camera in views] if is_valid else []
         is_inside = all(not path.is_absolute() and ".." not in path.parts for path in paths)
-        require(name, is_valid and is_inside, "the template of a path in the dataset")
+        require(name, is_valid and is_inside, "a template for paths in the dataset")
     ranges = [_split_range(path, name, value) for name, value in splits.items()]
     return _Dataset(
         root=directory.resolve(),
@@ -272,7 +272,7 @@ def _open_dataset(directory: Location, notes: list[str]) -> _Dataset:
         fps=fps,
         num_episodes=info.get("total_episodes"),
         views=views,
-        successes=[name for name in features if features[name].get("dtype") == "bool" and "success" in name],
+        success_features=[name for name in features if features[name].get("dtype") == "bool" and "success" in name],
         splits=sorted(ranges, key=lambda item: (TEST, VAL, TRAIN).index(item[1])),
         num_per_folder=num_per_folder or 1,
         **templates,
@@ -299,7 +299,7 @@ def _views(
                 )
     if not cameras:
         raise UserError(
-            "; ".join((f"{directory} has no videos of cameras", *notes)),
+            "; ".join((f"{directory} contains no camera videos", *notes)),
             hint="convert images to videos with `lerobot-edit-dataset --operation.type convert_image_to_video`",
         )
     views = [name.removeprefix("observation.").removeprefix("images.") for name in cameras]
@@ -312,8 +312,8 @@ def _split_range(path: Path, name: str, value: object) -> tuple[range, str]:
     match = _RANGE.fullmatch(value) if isinstance(value, str) else None
     if split is None or match is None:
         raise UserError(
-            f"{path}: splits has {quote_value(name)}: {quote_value(value)}, expected train, val or test, each with a "
-            'range of episodes such as "0:40"',
+            f"{path}: splits contains {quote_value(name)}: {quote_value(value)}, expected train, val or test, each "
+            'with a range of episodes such as "0:40"',
             hint="correct the file; episodes outside of all splits belong to train",
         )
     return range(int(match[1] or 0), int(match[2] or 10**9)), split
@@ -325,8 +325,8 @@ def _fill(template: str, **values: int | str) -> str:
 
 
 def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield the metadata of each episode, including the maxima of `info.successes`, and its fault or None."""
-    maxima = {f"stats/{name}/max": name for name in info.successes}
+    """Yield the metadata of each episode, including the maxima of success features, and a fault or None."""
+    maxima = {f"stats/{name}/max": name for name in info.success_features}
     if info.is_v3:
         files = sorted(info.annotations.glob("*/*.parquet"))
         if not files:
@@ -415,7 +415,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     location |= {name: _to_integer(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
     # The labels are the success of the robot, and all columns that contain neither positions nor statistics.
     labels: dict[str, object] = {}
-    for name in info.successes:
+    for name in info.success_features:
         value = values.get(f"stats/{name}/max")
         while isinstance(value, list) and value:
             value = value[0]
@@ -459,7 +459,7 @@ def _tasks_by_time(
     for file, group in by_file.items():
         if missing := _missing_columns(info, file, _FRAME_COLUMNS):
             episodes_text = f"{count_noun(len(group), 'episode')} with several tasks, such as {group[0].name}"
-            notes.append(f"{episodes_text}, have their names as captions: {missing}")
+            notes.append(f"{episodes_text}, get their names as captions: {missing}")
             continue
         filters = [("episode_index", "in", [episode.index for episode in group])]
         frames = _read_parquet(info.root / file, _FRAME_COLUMNS, filters=filters, are_numbers=True)
@@ -474,7 +474,7 @@ def _tasks_by_time(
 
 
 def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | None:
-    """Describe which of the columns are missing in a file of frames; return None if it has all of them."""
+    """Describe which of the columns are missing in a file of frames; return None if none is missing."""
     if not (info.root / file).is_file():
         return f"there is no {file}"
     columns = _parquet_columns(info.root / file)
@@ -500,7 +500,7 @@ def _task_names(info: _Dataset) -> dict[float, str]:
 def _unusual_properties(info: _Dataset, episodes: Collection[_Episode]) -> Iterator[str]:
     """Yield notes for the user about unusual properties of the episodes."""
     if isinstance(info.num_episodes, int) and info.num_episodes != len(episodes):
-        yield f"meta/info.json has {info.num_episodes} episodes, but the metadata of episodes has {len(episodes):,}"
+        yield f"meta/info.json records {info.num_episodes} episodes, but the episode metadata lists {len(episodes):,}"
     kinds: dict[str, list[_Episode]] = {}
     for episode in episodes:
         lengths_s = [span.end_s - span.begin_s for span in episode.spans.values()] or [0.0]

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from clipmill.manifests.adapters.annotations import Reason, file_kind, interval_fault
 from clipmill.manifests.adapters.video_files import (
-    Ambiguous,
+    AmbiguousName,
     NearestName,
     Scan,
     VideoFile,
@@ -214,11 +214,11 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Location, split: str) -> int | None:
-        """Add a video whose file was checked, and return its index. If its ID is in use, reject it and return None."""
+        """Add a video with a checked file, and return its index. If its ID is in use, reject it and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
-            first = self._videos["path"][self._video_ids[video_id]]
-            self.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=f"{first} has the same ID")
+            detail = f"{self._videos['path'][self._video_ids[video_id]]} has the same ID"
+            self.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=detail)
             return None
         for name, value in zip(
             _VIDEO_FIELDS.names, (video_id, source_id, str(path), split, self._dataset), strict=True
@@ -264,7 +264,7 @@ class ReadingBuilder:
             text: Text of the caption, which is not validated yet.
             likelihood, group, view: See schema.OPTIONAL_CAPTIONS.
             split: Split of the span; None for the split of the video.
-            labels: Labels by name of the column.
+            labels: Labels, by column name.
         """
         file, source = origin.file, origin.source
         reason, detail = _caption_fault(text, begin_s, end_s, field=origin.field)
@@ -333,7 +333,7 @@ class ReadingBuilder:
         detail: str = "no matching video file",
         row: int | None = None,
     ) -> None:
-        """Count captions of an unavailable video. The video becomes one rejected row with the total number.
+        """Count captions of an unavailable video. The video becomes one rejected row with the total count.
 
         Args:
             row: Index of a row in the file. The rejected row has the index from the first call.
@@ -473,7 +473,7 @@ class AnnotatedVideos:
         self._videos: dict[str, int | _UnavailableVideo] = {}
 
     def omit_videos(self, source_ids: Iterable[str], *, detail: str) -> None:
-        """Omit videos and their captions. This must be called before any of these videos is looked up."""
+        """Omit videos and their captions. Call this method before any of these videos is looked up."""
         omission = _UnavailableVideo(Reason.LEFT_OUT, detail)
         self._videos |= {compose_unicode(source_id): omission for source_id in source_ids}
 
@@ -496,8 +496,8 @@ class AnnotatedVideos:
             file, row: Annotation file, and index of the row, for rejected rows.
             num_captions: Number of captions in the row.
             file_names: File names to look up, in order of preference. By default, the ID is the file name.
-            is_span: True if the row concerns only a span of the video, so that its split may differ from the
-                split of the video.
+            is_span: True if the row concerns only a span of the video. Such a row may have a different split than the
+                video.
 
         Returns:
             The index of the video in the builder. If the row is unusable, it is counted or rejected, and None is
@@ -525,16 +525,16 @@ class AnnotatedVideos:
     def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _UnavailableVideo:
         try:
             file = next((file for name in file_names if (file := self._lookup.find(name)) is not None), None)
-        except Ambiguous as error:
+        except AmbiguousName as error:
             return _UnavailableVideo(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:
             nearest = next((path for name in file_names if (path := self._nearest.find(name)) is not None), None)
             detail = "no matching video file"
             return _UnavailableVideo(
-                Reason.MISSING_FILE, detail if nearest is None else f"{detail}, the nearest is {nearest}"
+                Reason.MISSING_FILE, detail if nearest is None else f"{detail} (similar name: {nearest})"
             )
-        number = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
-        return _UnavailableVideo(Reason.MISSING_FILE, "the video was rejected") if number is None else number
+        index = self._builder.add_video(source_id, path=file.path, split=split, size_bytes=file.size_bytes)
+        return _UnavailableVideo(Reason.MISSING_FILE, "the video was rejected") if index is None else index
 
 
 def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:
@@ -546,14 +546,14 @@ def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path
     if not any(isinstance(table, str) for table in tables):
         return read([Path(table) for table in tables])
     with tempfile.TemporaryDirectory(prefix="clipmill-tables-") as folder:
-        paths, names = [], {}
-        for number, table in enumerate(tables):
+        paths, urls = [], {}
+        for index, table in enumerate(tables):
             if isinstance(table, Path):
                 paths.append(table)
                 continue
             if not location_name(table).name or table.endswith("/"):
                 raise UserError(f"{mask_secrets(table)} is a folder, not a table", hint="use the URL of a file")
-            copy = Path(folder) / str(number) / location_name(table).name
+            copy = Path(folder) / str(index) / location_name(table).name
             copy.parent.mkdir()
             root, key = split_url(table)
             try:
@@ -566,28 +566,28 @@ def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path
                     hint="check the URL of the annotation file",
                 ) from error
             paths.append(copy)
-            names[str(copy)] = table
+            urls[str(copy)] = table
         try:
             reading = read(paths)
         except UserError as error:
             raise UserError(
-                _replace_names(str(error), names),
-                hint=None if error.hint is None else _replace_names(error.hint, names),
+                _restore_urls(str(error), urls),
+                hint=None if error.hint is None else _restore_urls(error.hint, urls),
             ) from error
     rejected = reading.rejected
     for column in ("file", "detail"):
-        texts = [_replace_names(text, names) for text in rejected[column].to_pylist()]
+        texts = [_restore_urls(text, urls) for text in rejected[column].to_pylist()]
         index = rejected.schema.get_field_index(column)
         rejected = rejected.set_column(index, rejected.schema.field(column), pa.array(texts, pa.string()))
     return replace(
         reading,
         rejected=rejected,
-        num_rows_used={_replace_names(file, names): count for file, count in reading.num_rows_used.items()},
-        notes=tuple(_replace_names(note, names) for note in reading.notes),
+        num_rows_used={_restore_urls(file, urls): count for file, count in reading.num_rows_used.items()},
+        notes=tuple(_restore_urls(note, urls) for note in reading.notes),
     )
 
 
-def _replace_names(text: str, names: dict[str, str]) -> str:
-    for copy, url in names.items():
+def _restore_urls(text: str, urls: dict[str, str]) -> str:
+    for copy, url in urls.items():
         text = text.replace(copy, url)
     return text

@@ -165,9 +165,8 @@ def read_bytes(path: Location) -> bytes:
         size_bytes = objects.info(key).size_bytes if objects is not None else Path(path).stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
-        return (
-            objects.read(key) if objects is not None else read_record(Path(path))
-        )  # rejects a pipe, which would block
+        # `read_record` rejects a pipe, which would block.
+        return objects.read(key) if objects is not None else read_record(Path(path))
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
 
@@ -334,7 +333,7 @@ def note_companion_files(builder: ReadingBuilder, files: Sequence[VideoFile], *,
 def _looks_like_asr(path: Location) -> bool:
     """Return True if the start of a file contains the keys of segments.
 
-    For a note, parsing the complete file would take too long. Objects in a bucket are not read.
+    Parsing the complete file would take too long for a note. Objects in a bucket are not read.
     """
     if isinstance(path, str):
         return False
@@ -350,20 +349,20 @@ def _looks_like_asr(path: Location) -> bool:
 
 
 def add_companion_files(
-    builder: ReadingBuilder, directory: Location, files: Sequence[VideoFile], *, numbers: Mapping[str, int | None]
+    builder: ReadingBuilder, directory: Location, files: Sequence[VideoFile], *, video_indices: Mapping[str, int | None]
 ) -> None:
     """Add the captions in files next to videos.
 
     Args:
         directory: Folder of the videos. It is recorded as the annotation file.
         files: Files with SUFFIXES in this folder.
-        numbers: Index of each video in the builder, by relative path; None if the video was rejected.
+        video_indices: Index of each video in the builder, by relative path; None if the video was rejected.
 
     Raises:
-        UserError: There are neither subtitles nor output of speech recognition.
+        UserError: There are neither subtitles nor files from speech recognition.
     """
     videos: dict[str, list[str]] = defaultdict(list)
-    for name in numbers:
+    for name in video_indices:
         videos[_stem(name)].append(name)
     files_of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
     builder.begin_annotations(directory)
@@ -378,7 +377,7 @@ def add_companion_files(
         elif _suffix(file) in _SUBTITLE_SUFFIXES:
             builder.reject(Reason.MISSING_FILE, file=str(file.path), detail="no video with this name in its folder")
     reader = _Reader(builder, directory)
-    for name, video in numbers.items():
+    for name, video in video_indices.items():
         if video is not None:
             reader.add(video, files_of_video[name])
         for file, _ in files_of_video[name] if video is None else ():

@@ -15,11 +15,11 @@ A file with one row per line may also have the extension .json, as the files of 
 
 Names of columns may be in English, German, French or Spanish, in any case: `Video`, `file name` and `Datei` all mean
 `video`. docs/datasets.md lists the names. Each difference from the documented format is noted. A table is rejected if
-it seems to have times that cannot be interpreted.
+it seems to contain times that cannot be interpreted.
 
-Times are in seconds, milliseconds or frames, with an end or a duration. If a table has a time in several units, seconds
-take precedence over milliseconds, and milliseconds over frames. Frames count from 0 and require a column `fps`, because
-the videos are not opened when a table is read.
+Times are in seconds, milliseconds or frames, with an end or a duration. If a table contains a time in several units,
+seconds take precedence over milliseconds, and milliseconds over frames. Frames count from 0 and require a column `fps`,
+because the videos are not opened when a table is read.
 """
 
 import codecs
@@ -116,7 +116,7 @@ def _read_header(path: Path, *, encoding: str) -> tuple[str, str | None]:
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator for which the header has the most required columns, and then the most known columns."""
+    """Return the separator that yields the most required columns in the header, then the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
         names = columns_of(header_cells(header_line, separator=separator))
@@ -174,10 +174,10 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
 
 
 def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
-    """Return the numbers of the lines, from 1, at which the given rows of a caption table begin.
+    """Return the 1-based number of the line where each of the given rows of a caption table begins.
 
     Raises:
-        UserError: The file is not a caption table any more.
+        UserError: The file cannot be read, or is no longer a text file.
     """
     encoding, requested = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
@@ -203,7 +203,7 @@ JSON_SUFFIX = ".json"
 _MAX_KEY_SETS = 20  # maximum number of different key sets that are cached, and of notes about them
 _MAX_LINE_CHARS = 1 << 20
 _MAX_LISTED = 5
-# Names of lists in the files of COCO, ActivityNet and MSR-VTT, which are not names of videos.
+# Names of lists in files from COCO, ActivityNet and MSR-VTT. These are not names of videos.
 _LIST_NAMES = frozenset({"annotations", "database", "sentences"})
 _SHAPE_HINT = (
     'use a list of rows ([{"video": ..., "text": ...}, ...]), columns ({"video": [...], "text": [...]}), or videos '
@@ -293,7 +293,7 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     content: dict[str, Any] = {}
     for key, value in object_items(path, hook=require_unique_keys):
         if key in content:
-            raise UserError(f"{path} has {quote_value(key)} twice", hint="remove or rename one of them")
+            raise UserError(f"{path} contains the key {quote_value(key)} twice", hint="remove or rename one of them")
         content[key] = value
     if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
         yield from _column_rows(content, path=path)
@@ -312,7 +312,7 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     for video, value in content.items():
         items = value if isinstance(value, list) and not _is_text_list(value) else [value]
         for item in items:
-            # If the rows contain their videos, the keys are the index of pandas, or the name of the list.
+            # If the rows contain their videos, the keys are an index from pandas, or the name of the list.
             is_row = isinstance(item, dict) and "video" in columns_of(list(item)).values()
             yield _row(number, item, video=None if is_row else video)
             number += 1
@@ -386,7 +386,7 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
     Without these times, the captions would apply to complete videos, or extend to the ends of the videos.
 
     Args:
-        ignored: Names in the header of columns that are not known.
+        ignored: Names of unknown columns in the header.
         columns: Documented names of the known columns.
     """
     edges = {name.partition("_")[0] for name in columns}
@@ -404,12 +404,12 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
         raise UserError(
             f"{path}: the times in {' and '.join(unknown)} are not understood, so the captions would {effect}",
             hint="name the columns begin_s and end_s or duration_s, in seconds or in clock form (begin_ms for "
-            "milliseconds, begin_frame with fps for frames); remove columns that do not contain times of captions",
+            "milliseconds, begin_frame with fps for frames); remove columns that do not contain caption times",
         )
 
 
 def column_meaning(name: str) -> str:
-    """Describe a column for notes, with the unit from which a time is converted."""
+    """Describe a column for notes. For a time that is converted, include the original unit."""
     edge, _, unit = name.partition("_")
     return f"{edge}_s, from {_UNIT_NOUNS[unit]}" if unit in _UNIT_NOUNS else name
 
@@ -467,7 +467,7 @@ def _number(value: object) -> float | None:
 
 
 CLASS = f"{LABEL_PREFIX}class"
-# Columns with their additional names, which are compared without regard to case, spaces, punctuation and accents.
+# Columns with their additional names. Comparisons ignore case, spaces, punctuation and accents.
 NAMES: Mapping[str, Sequence[str]] = {
     "video": ("videoid", "videoname", "videopath", "videofile", "file", "filename", "filepath", "path", "clip"),
     "text": ("caption", "captions", "sentence", "description", "narration", "transcript", "utterance"),
@@ -568,7 +568,7 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
     ignored = [cell for cell in header if cell.strip() and cell not in columns]
     require_known_times(ignored, columns=columns.values(), path=path)
     if unused := [on_one_line(cell) for cell in ignored if _strip_name(cell) in _DURATIONS]:
-        note(f"{path.name}: {unused[0]} is not used, because no column has the start of the captions")
+        note(f"{path.name}: {unused[0]} is not used, because no column contains the start of the captions")
         ignored = [cell for cell in ignored if _strip_name(cell) not in _DURATIONS]
     differences = [
         f"{on_one_line(cell)} as {column_meaning(name)}"
@@ -584,6 +584,6 @@ def take_columns(header: Sequence[str], *, path: Path, note: Callable[[str], Non
 
 
 def missing_columns(names: Collection[str], required: Sequence[str]) -> list[str]:
-    """Return the required columns that a table does not have. A label can replace the text."""
+    """Return the required columns that a table lacks. A label can replace the text."""
     has_label = any(name.startswith(LABEL_PREFIX) for name in names)
     return [name for name in required if name not in names and not (name == "text" and has_label)]

@@ -2,8 +2,8 @@
 
 *ActivityNet Captions* (Krishna et al. 2017) has timed sentences, which together describe a video. train.json,
 val_1.json and val_2.json contain {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...], "sentences":
-["...", ...]}, ...}. Each sentence becomes a caption with its times. The IDs of captions have the order of the file, so
-that the paragraph can be reassembled. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is
+["...", ...]}, ...}. Each sentence becomes a caption with its times. Caption IDs follow the order of the file, so that
+the paragraph can be reassembled. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is
 derived from the file name.
 
 val_1.json and val_2.json contain captions of the same videos by different annotators. Their sources are `human` and
@@ -13,8 +13,8 @@ after the end of the video is kept unchanged.
 *DiDeMo* (Hendricks et al. 2017) has captions of moments in the first 30 s of videos. train_data.json, val_data.json and
 test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
 ...]}. A video has five or six segments of 5 s. Each item of `times` is the first and the last segment of the moment
-according to one annotator, and there are at least four annotators. The caption gets the interval that most annotators
-marked. If several intervals are equally frequent, it gets the first one. An interval that includes the last segment
+according to one annotator. There are at least four annotators. The caption gets the interval that was marked most
+often. If several intervals are equally frequent, it gets the first one. An interval that includes the last segment
 ends with this segment, or with the video if the video is shorter.
 
 Some videos (3 % of val and test) are annotated under two names that differ only in the extension. Both names refer to
@@ -160,7 +160,7 @@ def read_didemo(
 
 
 def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[float, float]:
-    """Return the start and end in seconds of the interval that most annotators marked.
+    """Return the start and end in seconds of the interval that annotators marked most often.
 
     Args:
         times: List of pairs of the first and the last segment.
@@ -245,7 +245,7 @@ class _Narrations:
         self.num_repeated = 0
 
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
-        """Return True if a row is to be added to the manifest.
+        """Return True if a row must be added to the manifest.
 
         If a row repeats a narration, it is counted. If it has the narration_id of a different narration, it is
         rejected. If the same narration has different splits in two annotation files, the second row counts as new, and
@@ -307,5 +307,5 @@ def _class_number(cells: dict[str, Any], column: str) -> int:
     # If a column of integers has empty cells, pandas writes integers in the form 3.0.
     match = re.fullmatch(r"\s*(\d{1,9})(?:\.0+)?\s*", cells[column])
     if match is None:
-        raise ValueError(f"{column} is {cells[column]!r}, expected an integer from 0")
+        raise ValueError(f"{column} is {cells[column]!r}, expected an integer of 0 or more")
     return int(match[1])

@@ -1,6 +1,6 @@
 """Find video files in a folder, in a bucket or on web servers, and look them up by the names in annotations.
 
-A scan of a folder reads only names and file types, and opens no files. An error concerns only the entry or subfolder
+A scan of a folder reads only names and file types, and opens no files. An error affects only the entry or subfolder
 that caused it. The listing of a bucket contains the sizes of the objects, so no object is opened. Files on web servers
 cannot be listed, so a table must list them.
 """
@@ -42,10 +42,10 @@ _NO_SUFFIX = "without an extension"
 _MAX_LISTED_SUFFIXES = 12
 
 _MAX_COMPARED, _MAX_NAMES, _MAX_NAME_CHARS = 10, 20_000, 200
-_MIN_SIMILARITY = 0.75  # for difflib; a short name may have a wrong digit, but different names do not match
+_MIN_SIMILARITY = 0.75  # for difflib; low enough for a typing error in a short name, too high for unrelated names
 
 
-class Ambiguous(Exception):
+class AmbiguousName(Exception):
     """A name matches several files.
 
     Attributes:
@@ -60,7 +60,7 @@ class Ambiguous(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """Entry of a folder that has the extension of a video. It need not be a regular file.
+    """Entry of a folder with a video extension. The entry need not be a regular file.
 
     Attributes:
         path: Absolute path of a file, or URL of an object.
@@ -96,7 +96,7 @@ class Scan:
         faults: Entries and folders that cannot be accessed.
         companions: Entries with other extensions that were requested, such as subtitles.
         num_hidden: Number of hidden entries with a video extension, which are ignored.
-        omitted: Number of all other visible entries, by lower-case extension.
+        omitted: Number of other visible entries, by lower-case extension.
         outward_links: Symbolic links that were followed out of the folder, as pairs of relative path and target.
     """
 
@@ -233,22 +233,22 @@ class VideoLookup:
         """Return the file that a name refers to, or None if there is no such file.
 
         Raises:
-            Ambiguous: Several files match, and none of them has exactly this relative path.
+            AmbiguousName: Several files match, and none of them has exactly this relative path.
         """
         name = name.removeprefix("./")
         matches = self._by_name.get(name) or self._by_composed.get(compose_unicode(name), [])
         if len(matches) < 2:
             return matches[0] if matches else None
-        exact = [file for file in matches if compose_unicode(file.relative) == compose_unicode(name)]
-        if len(exact) > 1:
-            exact = [file for file in exact if file.relative == name]
-        if len(exact) == 1:
-            return exact[0]
-        raise Ambiguous(name, matches)
+        by_path = [file for file in matches if compose_unicode(file.relative) == compose_unicode(name)]
+        if len(by_path) > 1:
+            by_path = [file for file in by_path if file.relative == name]
+        if len(by_path) == 1:
+            return by_path[0]
+        raise AmbiguousName(name, matches)
 
 
 class LooseLookup:
-    """Lookup of files like `VideoLookup`, but without regard to case and to the kind of path separators.
+    """Lookup of files like `VideoLookup` that ignores case and the kind of path separators.
 
     This lookup is for names without an exact match, because spreadsheets and operating systems change case and
     separators: `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
@@ -265,15 +265,15 @@ class LooseLookup:
         """Return the only file that a name can refer to, or None if there is no such file.
 
         Raises:
-            Ambiguous: Several files match, unless exactly one of them matches by its relative path.
+            AmbiguousName: Several files match by name, and none or several of them match by relative path.
         """
-        folded = _fold_name(name)
-        matches = self._by_name.get(folded, [])
-        by_path = [file for file in matches if _fold_name(file.relative) == folded]
+        folded_name = _fold_name(name)
+        matches = self._by_name.get(folded_name, [])
+        by_path = [file for file in matches if _fold_name(file.relative) == folded_name]
         if len(matches) == 1 or len(by_path) == 1:
             return (by_path or matches)[0]
         if matches:
-            raise Ambiguous(name, matches)
+            raise AmbiguousName(name, matches)
         return None
 
 
@@ -281,13 +281,13 @@ class NearestName:
     """Search for the video file with the most similar name, to suggest it for a name without a match.
 
     Args:
-        files: Video files. If there are too many, only names that differ in case are suggested.
-        max_compared: Maximum number of names that are compared with all files. For further names, only names that
-            differ in case are suggested.
+        files: Video files. If there are too many, only names that differ in nothing but case are suggested.
+        max_compared: Maximum number of names to compare with all files. Later names get only suggestions that differ
+            in nothing but case.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
-        self._paths: dict[str, str] = {}  # relative paths by folded name
+        self._paths: dict[str, str] = {}  # relative path by folded name
         for file in files:
             for key in (file.source_id, PurePosixPath(file.relative).stem):
                 self._paths.setdefault(compose_unicode(key).casefold(), file.relative)
@@ -295,13 +295,13 @@ class NearestName:
 
     def find(self, name: str) -> str | None:
         """Return the relative path of the file with the most similar name, or None if no name is similar enough."""
-        folded = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
-        if folded in self._paths:
-            return self._paths[folded]
-        if not self._num_left or len(folded) > _MAX_NAME_CHARS:
+        folded_name = compose_unicode(PurePosixPath(name).with_suffix("").as_posix()).casefold()
+        if folded_name in self._paths:
+            return self._paths[folded_name]
+        if not self._num_left or len(folded_name) > _MAX_NAME_CHARS:
             return None
         self._num_left -= 1  # a comparison takes milliseconds per thousand names
-        matches = difflib.get_close_matches(folded, self._paths, n=1, cutoff=_MIN_SIMILARITY)
+        matches = difflib.get_close_matches(folded_name, self._paths, n=1, cutoff=_MIN_SIMILARITY)
         return self._paths[matches[0]] if matches else None
 
 
@@ -324,7 +324,7 @@ def _entries(folder: Path, seen: set[tuple[int, int]]) -> tuple[list[os.DirEntry
     """Return the visible and the hidden entries of a folder, or empty lists if the folder was visited before.
 
     Args:
-        seen: Device and inode of each visited folder, to which the folder is added.
+        seen: Device and inode of each visited folder. This function adds the folder to this set.
     """
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
@@ -356,7 +356,7 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
 
 
 def _outward_links(entry: os.DirEntry[str], *, root: Path, is_used: bool) -> list[tuple[str, str]]:
-    """Return the relative path and the target of a link that leads out of `root`; [] for any other entry."""
+    """Return [(relative path, target)] for a link that leads out of `root`, or [] for any other entry."""
     if not is_used or not entry.is_symlink() or not os.path.exists(entry.path):  # noqa: PTH110 - names that are too long
         return []
     target = Path(os.path.normpath(Path(entry.path, "..", Path(entry.path).readlink())))
@@ -389,11 +389,11 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
     files: list[VideoFile] = []
     others: list[VideoFile] = []
     omitted: Counter[str] = Counter()
-    skipped, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
+    skipped_prefix, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
     try:
         for info in objects.list():
             url, suffix = objects.url_of(info.key), PurePosixPath(info.key).suffix.lower()
-            if skipped is not None and url.startswith(skipped):
+            if skipped_prefix is not None and url.startswith(skipped_prefix):
                 num_skipped += suffix in VIDEO_SUFFIXES
                 continue
             if any(part.startswith(".") for part in info.key.split("/")):
@@ -410,12 +410,13 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
         raise UserError(
             f"cannot list {mask_secrets(folder)}: {error.strerror or error}", hint="check the URL and the network"
         ) from error
-    odd = (key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES)
-    faults = [Fault(objects.url_of(key), Reason.BAD_NAME, "an object with such a name cannot be read") for key in odd]
+    odd_keys = [key for key in sorted(objects.odd_names) if PurePosixPath(key).suffix.lower() in VIDEO_SUFFIXES]
+    detail = "an object with such a name cannot be read"
+    faults = [Fault(objects.url_of(key), Reason.BAD_NAME, detail) for key in odd_keys]
     if not files and num_skipped:
         raise UserError(
-            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, from which "
-            "sources are not read",
+            f"all videos in {mask_secrets(folder)} are in the data folder {mask_secrets(str(skip))}, which is not "
+            "searched for videos",
             hint="use a data folder that does not contain the videos, with --data",
         )
     if not files:
@@ -436,7 +437,7 @@ def resolve_url(name: str, *, base: str | None) -> str:
     """
     if not is_remote(name):
         if base is None:
-            raise ValueError("not a URL, and the command has no folder that it could be in")
+            raise ValueError("not a URL, and there is no folder for relative paths")
         return join_url(base, name.removeprefix("./"))
     root, key = split_url(name)
     scheme_of(root)
@@ -457,7 +458,7 @@ def find_listed_videos(names: Iterable[str], *, base: str | None) -> Scan:
     Raises:
         UserError: A bucket does not exist, or access to it is denied.
     """
-    urls: dict[str, str] = {}  # URLs, with the path relative to the folder, or with host and path
+    urls: dict[str, str] = {}  # path relative to the folder, or host and path, by URL
     for name in names:
         try:
             url = resolve_url(name, base=base)

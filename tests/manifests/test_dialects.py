@@ -222,9 +222,9 @@ def test_a_video_that_is_not_found_is_listed_with_the_nearest_name(make_videos: 
     (tmp_path / "c.csv").write_text("video,text\nkitchen_01,x\nkitchen_02,x\ngardens,x\nlong_name,x\nzzz,x\n")
     rejected = read_folder(folder, captions=tmp_path / "c.csv").rejected.to_pylist()
     assert {row["source_id"]: row["detail"] for row in rejected} == {
-        "kitchen_02": "no matching video file, the nearest is kitchen_01.mp4; captions lost: 1",
-        "gardens": "no matching video file, the nearest is Garden.mp4; captions lost: 1",
-        "long_name": "no matching video file, the nearest is sub/long name.mp4; captions lost: 1",
+        "kitchen_02": "no matching video file (similar name: kitchen_01.mp4); captions lost: 1",
+        "gardens": "no matching video file (similar name: Garden.mp4); captions lost: 1",
+        "long_name": "no matching video file (similar name: sub/long name.mp4); captions lost: 1",
         "zzz": "no matching video file; captions lost: 1",
     }
 

@@ -223,7 +223,7 @@ def test_names_in_another_case_or_with_other_separators_are_taken_if_they_are_un
     )
     ambiguous, missing = reading.rejected.to_pylist()
     assert ambiguous["reason"] == "ambiguous_video" and "x/Same.mp4, y/same.mp4" in ambiguous["detail"]
-    assert (missing["reason"], missing["row"]) == ("missing_file", 5) and "nearest is x/Dog.mp4" in missing["detail"]
+    assert (missing["reason"], missing["row"]) == ("missing_file", 5) and "similar name: x/Dog.mp4" in missing["detail"]
 
 
 def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp_path: Path) -> None:

@@ -230,11 +230,11 @@ def test_cameras_of_other_length_or_rate_are_noted(folder: Path) -> None:
     [
         ({"codebase_version": "v1.6"}, "codebase_version is 'v1.6', expected v3.0, v2.1 or v2.0"),
         ({"fps": 0}, "fps is 0, expected a number above 0"),
-        ({"splits": {"train": "0.8"}}, "splits has 'train': '0.8', expected train, val or test"),
-        ({"splits": {"all": "0:4"}}, "splits has 'all': '0:4', expected train, val or test"),
-        ({"video_path": "../{video_key}.mp4"}, "expected the template of a path in the dataset"),
-        ({"video_path": "{video_key.__class__}.mp4"}, "expected the template of a path in the dataset"),
-        ({"features": {"observation.image": {"dtype": "image"}}}, "has no videos of cameras; the frames of"),
+        ({"splits": {"train": "0.8"}}, "splits contains 'train': '0.8', expected train, val or test"),
+        ({"splits": {"all": "0:4"}}, "splits contains 'all': '0:4', expected train, val or test"),
+        ({"video_path": "../{video_key}.mp4"}, "expected a template for paths in the dataset"),
+        ({"video_path": "{video_key.__class__}.mp4"}, "expected a template for paths in the dataset"),
+        ({"features": {"observation.image": {"dtype": "image"}}}, "contains no camera videos; the frames of"),
         ({"features": []}, "features is [], expected an object of objects"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_file_whose_lists_have_no_rows_is_refused(make_videos: VideoMaker, tmp
 def test_keys_that_are_there_twice_are_refused(make_videos: VideoMaker, tmp_path: Path) -> None:
     for text in ('[{"video": "a", "text": "x", "text": "y"}]', '{"a": "x", "a": "y"}'):
         (path := tmp_path / "t.json").write_text(text)
-        with pytest.raises(UserError, match=r"two values for .text.|has .a. twice"):
+        with pytest.raises(UserError, match=r"two values for .text.|contains the key .a. twice"):
             of_table(make_videos, path)
 
 

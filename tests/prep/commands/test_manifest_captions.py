@@ -78,7 +78,7 @@ def test_captions_by_span_are_written_with_the_manifest(data: Path, tmp_path: Pa
 def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:
     path = Path(read_videos(data)["path"][0].as_py())
     (table := tmp_path / "t.csv").write_text(f"video,text,source\n/elsewhere/{path.name},a,s\n")
-    note = f"1 path in the tables not found, videos matched by file name: /elsewhere/{path.name} is {path}"
+    note = f"1 path in the tables not found; videos matched by file name: /elsewhere/{path.name} is {path}"
     assert f"note: {note}\n" in captions(data, table).stdout
     assert captions(data, table, "--json").summary["notes"] == [note]
 
