@@ -40,7 +40,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(Checked):
-    """Selection of the caption for each clip."""
+    """Selection of a caption for each clip."""
 
     prefix = "captions"
 
@@ -271,7 +271,7 @@ class ClipSettings(TrainingSettings):
             )
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield an error for --towers.views without --views, and the errors of `DataSettings.check_effects`."""
+        """Yield an error for --towers.views without --views, and the errors of the base class."""
         yield from super().check_effects(typed)
         if "--towers.views" in typed and self.views is None:
             yield no_effect_error("--towers.views", typed, "clips are from one camera", use="--views top,wrist")
@@ -342,7 +342,7 @@ class OpenOptions:
     checkpoint: Path | None = None
 
     def apply_to(self, settings: ClipSettings) -> tuple[ClipSettings, Overrides]:
-        """Return the settings of the weights with these options, and the overrides that differ from these settings.
+        """Apply the options to the settings of weights. Return the new settings, and the overrides that change a value.
 
         Raises:
             UserError: An override applies to pixels, but the model takes latents.

@@ -47,7 +47,7 @@ class EvaluatedData:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Convert UserErrors from the block, which opens these data, to errors about the evaluation."""
+        """Convert UserErrors to errors about the evaluation. The block opens these data."""
         try:
             yield
         except UserError as error:

@@ -94,10 +94,10 @@ def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str =
 
 def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
     """Return the settings with every number of epochs converted to steps. Raise the errors of `num_steps`."""
-    changed: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
+    changes: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, value in _step_fields(settings):
-        changed[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
-    return replace(settings, **changed[""], evaluate=replace(settings.evaluate, **changed["evaluate"]))
+        changes[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
+    return replace(settings, **changes[""], evaluate=replace(settings.evaluate, **changes["evaluate"]))
 
 
 def epoch_remarks(settings: Any, epoch_steps: float | None) -> list[str]:

@@ -185,7 +185,7 @@ def read_values(path: Path) -> dict[object, Any]:
                 raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
         values = yaml.load(content, Loader=_loader())
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", hint="use a YAML file of settings") from error
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="use a YAML file with settings") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise UserError(f"{path} is not YAML: {_fault(error)}", hint="write one `key: value` per line") from error
     if not isinstance(values, dict):

@@ -252,17 +252,17 @@ class DataSettings(Checked):
         if self.cache_size is not None:
             yield from errors_of(parse_size, self.cache_size, flag="--cache-size")
         if len(self.folders) > 1:
-            first: dict[str, str] = {}
+            folder_by_path: dict[str, str] = {}
             for folder in self.folders:
-                if (previous := first.get(path := normalise_address(folder))) is not None:
-                    same = "twice" if previous == folder else f"and {previous}, but they are the same folder"
+                if (previous := folder_by_path.get(path := normalise_address(folder))) is not None:
+                    ending = "twice" if previous == folder else f"and {previous}, but they are the same folder"
                     yield UserError(
-                        f"--shards names {folder} {same}",
+                        f"--shards names {folder} {ending}",
                         hint="use the folder once, with a larger weight in --mix",
                         flags=("--shards",),
                     )
                     break
-                first[path] = folder
+                folder_by_path[path] = folder
             yield from () if self.mix is None else errors_of(_require_weights, self.mix, num_folders=len(self.folders))
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:

@@ -409,9 +409,9 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
         where: Source of the old settings, for the message.
         hint: Hint of the error.
     """
-    changed = [name for name in new if name in old and old[name] != new[name]]
-    if changed:
-        first, *others = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed]
+    changed_names = [name for name in new if name in old and old[name] != new[name]]
+    if changed_names:
+        first, *others = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed_names]
         differences = [first.format(f"but {where} has "), *(text.format("not ") for text in others)]
-        flags = [f"--{name.replace('_', '-')}" for name in changed]
+        flags = [f"--{name.replace('_', '-')}" for name in changed_names]
         raise UserError("; ".join(differences), hint=hint, flags=flags)

@@ -59,7 +59,7 @@ def extract(
     inputs: Callable[[Batch], torch.Tensor],
     device: torch.device,
 ) -> ClipFeatures:
-    """Run towers in evaluation mode on all batches of this rank.
+    """Extract features from all batches of this rank with each tower.
 
     Args:
         towers: Video towers, on the device and in evaluation mode.

@@ -177,10 +177,10 @@ class Player:
         frames_of_chunk: dict[int, set[int]] = {}
         for position in positions:
             frames_of_chunk.setdefault(first + position.chunk, set()).add(position.frame)
-        decoded = {
+        frames_by_chunk = {
             chunk: chunks.decoder.decode(chunks.read(chunk, frames)) for chunk, frames in frames_of_chunk.items()
         }
-        return [decoded[first + position.chunk][position.frame] for position in positions]
+        return [frames_by_chunk[first + position.chunk][position.frame] for position in positions]
 
 
 def open_player(settings: ClipSettings, *, split: str) -> Player | None:
@@ -211,9 +211,9 @@ def clip_figure(
     begin_s, end_s = samples.span_s(sample)
     clip = SampleClip(sample, samples.key(sample), begin_s, end_s)
     pictures = samples.shown_frames(sample, num_frames=num_frames)
-    shown = ShownClip() if player is None else player.show(clip)
+    shown_clip = ShownClip() if player is None else player.show(clip)
     return {
         **{"key": clip.key, "begin_s": begin_s, "end_s": end_s},
         "frames": [jpeg_uri(frame) for frame in middle_items(pictures, at_most=max_frames)],
-        **{"video": shown.video, "picture": shown.picture if shown.video else ""},
+        **{"video": shown_clip.video, "picture": shown_clip.picture if shown_clip.video else ""},
     }

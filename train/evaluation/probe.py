@@ -48,12 +48,12 @@ class ProbeFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     train_split: str = "train"
-    """Split for the neighbours of k-NN and the training data of the linear probe."""
+    """Split that provides the neighbours for k-NN and the training data for the linear probe."""
     neighbours: Annotated[int, NEIGHBOURS] = 20
     """Number of neighbours (k)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for missing or repeated labels and methods."""
+        """Yield errors for repeated labels, and for missing or repeated methods."""
         yield from repetition_mistakes("--label", self.label)
         yield from repetition_mistakes("--method", self.method, known=METHODS)
 

@@ -103,7 +103,7 @@ def open_sets(
         uses_all: True to use all samples, regardless of `max_samples` and `max_bank`.
 
     Raises:
-        UserError: The data are not a folder with a manifest, no clip of a split has one of the labels, the bank is
+        UserError: The data are not a folder with a manifest, a split has no clips with one of the labels, the bank is
             too small or contains a single class, or both splits are the same.
     """
     if evaluation.split == bank_split:
@@ -150,7 +150,7 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
     for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         classes = np.unique(bank_M[bank_M >= 0])
         if len(classes) < 2:
-            problem = f"no clip of split {bank_split!r} has a {label.label}"
+            problem = f"no clip of split {bank_split!r} has the label {label.label!r}"
             if len(classes):
                 problem = f"all clips of split {bank_split!r} have the class {label.names[int(classes[0])]!r}"
             raise UserError(
@@ -159,13 +159,14 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
             )
         if not (label_N >= 0).any():
             raise UserError(
-                f"no clip of split {evaluation.split!r} has a {label.label}", hint="use a different split or label"
+                f"no clip of split {evaluation.split!r} has the label {label.label!r}",
+                hint="use a different split or label",
             )
         num_bank = int((bank_M >= 0).sum())
         if "knn" in evaluation.methods and evaluation.neighbours > num_bank:
             raise UserError(
-                f"{evaluation.neighbours} neighbours are requested, but split {bank_split!r} has only "
-                f"{count_noun(num_bank, 'clip')} with a {label.label}",
+                f"{evaluation.neighbours} neighbours are requested, but the bank from split {bank_split!r} has only "
+                f"{count_noun(num_bank, 'clip')} with the label {label.label!r}",
                 hint=f"use --neighbours {num_bank} or fewer (during training: --evaluate.neighbours), ideally far "
                 "fewer than the number of clips in a class",
             )
@@ -223,7 +224,7 @@ class LoopProbe:
 
 
 def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
-    """Probe a run's latest checkpoint, and the same tower with random weights, on all clips of both splits.
+    """Probe opened weights, and the same tower with random weights, on all clips of both splits.
 
     Raises:
         UserError: The labels do not exist, or there are too few clips.

@@ -64,7 +64,7 @@ class OpenedRun:
         shards: Data to use instead of the run's data; None for the run's data.
         variant: Names of the requested variants.
         trained: Weights, with their device, precision and attention.
-        task: Task of the weights, with the classes or tokens that were saved with them.
+        task: Task of the weights, with the classes or the tokenizer saved with the weights.
         overrides: Overrides whose values differ from the values used in training.
         missing_part: Part of the task's model that the weights lack, such as "a decoder"; '' if the model is complete.
         source: Source of the weights; None for a run.
@@ -225,7 +225,7 @@ def score_opened(
     out: Path | None = None,
     on_write: Callable[[Path], object] = lambda path: None,
 ) -> dict[str, Any]:
-    """Evaluate opened weights, and write the result file if they are a run.
+    """Evaluate opened weights. Write the result file to the run or, for other weights, to `out`.
 
     Args:
         opened: Weights to evaluate.
@@ -349,10 +349,16 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for name, group in _replaced_groups(flags).items():
         # A group replaces the complete group of the run, so keep each flag unless run, default and choice all agree.
-        chosen, trained, default = (opened.effective_values(name, item) for item in (group, None, type(group)()))
+        chosen_values, trained_values, default_values = (
+            opened.effective_values(name, item) for item in (group, None, type(group)())
+        )
         del values[name]
-        if chosen != trained:
-            values |= {flag: chosen[flag] for flag in chosen if not chosen[flag] == trained[flag] == default[flag]}
+        if chosen_values != trained_values:
+            values |= {
+                flag: chosen_values[flag]
+                for flag in chosen_values
+                if not chosen_values[flag] == trained_values[flag] == default_values[flag]
+            }
     for flag, value in flatten(values).items():
         if flag == "split" or value is None or value == defaults.get(flag):
             continue

@@ -163,10 +163,10 @@ def protocol_of(result: dict[str, Any], sizes: str, **entries: str) -> dict[str,
     lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
     lines |= {name.replace("_", " "): text for name, text in entries.items() if text}
     if overrides := result.get("overrides"):
-        changed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
+        changes = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in overrides.items())
         is_interpolated = not {"num_frames", "size_px"}.isdisjoint(overrides)
-        interpolated = "; temporal and positional embeddings are interpolated" if is_interpolated else ""
-        lines["overrides"] = f"{changed}, unlike in training{interpolated}"
+        note = "; temporal and positional embeddings are interpolated" if is_interpolated else ""
+        lines["overrides"] = f"{changes}, unlike in training{note}"
     source = result["weights"] if result["step"] is None else f"step {result['step']}, {result['weights']}"
     return lines | {"clip": result["clip"], "checkpoint": source}
 

@@ -1,8 +1,8 @@
 """Captioner: a video tower, and a GPT-2 decoder that attends to the tower's tokens.
 
-GPT-2 is a causal text decoder (Radford et al. 2019). Each block of our decoder also has cross-attention to a video, as
-in transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh approximation of GELU, learned positions,
-and tied input and output embeddings.
+GPT-2 is a causal text decoder (Radford et al. 2019) with pre-norm blocks, the tanh approximation of GELU, learned
+positions, and tied input and output embeddings. Each block of our decoder also has cross-attention to a video, as in
+transformers' `GPT2LMHeadModel(add_cross_attention=True)`.
 
 Shape suffixes: V videos, C channels, T frames, H and W pixels, R rows of text (V * n, grouped by video), L tokens of a
 row, N tokens of a video, D decoder width, E tower width, H heads, K width of a head, W vocabulary size.
@@ -151,7 +151,7 @@ class Gpt2Block(nn.Module):
         return output_RLD
 
 
-_FEW = 4  # maximum number of rows for `weight @ x`
+_MAX_ROWS = 4  # maximum number of rows for `weight @ x`
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,7 +160,7 @@ def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     This halves the time that BLAS libraries take for layers that do not reduce the width (docs/captions.md).
     """
     rows = x.numel() // x.shape[-1]
-    if x.device.type != "cpu" or rows > _FEW or weight.shape[0] < weight.shape[1]:
+    if x.device.type != "cpu" or rows > _MAX_ROWS or weight.shape[0] < weight.shape[1]:
         return linear(x, weight, bias)
     out = (weight @ x.reshape(rows, -1).T).T.reshape(*x.shape[:-1], -1)
     return out if bias is None else out + bias.to(out.dtype)

@@ -27,7 +27,7 @@ Pooling = str  # value of --towers.text-pooling
 # ID that fills the row of a text after its tokens. No token has this ID, so the attention mask can be computed from it.
 # The models' own padding tokens are unsuitable: some models have none, and others use it to end texts.
 PADDING = -1
-_LONGEST = 512  # default context length of text encoders that support longer texts
+_MAX_LENGTH = 512  # default context length of text encoders that support longer texts
 _NUM_COLORS = 3
 # Text for messages about values that `is_triple` rejects. The placeholder takes a `Range`.
 TRIPLE = "three numbers from {0.least:g} to {0.most:g}, for R, G and B"
@@ -149,7 +149,7 @@ class HuggingFace:
         return (x_BLD * weights_BL1).sum(1) / weights_BL1.sum(1)
 
     def context_length(self, name: str) -> int:
-        return int(min(self._limit(name) or _LONGEST, self.hub_tokenizer(name).model_max_length, _LONGEST))
+        return int(min(self._limit(name) or _MAX_LENGTH, self.hub_tokenizer(name).model_max_length, _MAX_LENGTH))
 
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Return a function that converts texts to IDs [B, L], with `PADDING` after the tokens of each text.
@@ -237,7 +237,7 @@ _PROCESSORS = (
     (PROCESSOR_FILES[2], None),
 )
 _BYTE, _OFFSETS = 255, ("offset", "rescale_offset")
-_DAMAGED = "correct the file, or download the folder again"
+_REPAIR_HINT = "correct the file, or download the folder again"
 
 
 def read_processor(name: str) -> dict[str, Any]:
@@ -281,9 +281,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
+        raise UserError(f"cannot read {path}: {error}", hint=_REPAIR_HINT) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object", hint=_DAMAGED)
+        raise UserError(f"{path} is not a JSON object", hint=_REPAIR_HINT)
     return content
 
 
@@ -296,15 +296,15 @@ def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[s
     # ViViT and EfficientNet subtract 1 from the rescaled values.
     offset = float(is_rescaled and any(processor.get(key) is True for key in _OFFSETS))
     is_plain = math.isclose(scale, 1, rel_tol=1e-6) and not offset
-    changed: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, limits, shift in (("image_mean", PIXEL_MEAN, offset), ("image_std", PIXEL_STD, 0.0)):
         value = processor.get(key)
         if not is_triple(value, limits):
-            raise UserError(f"{source}: {key} is {value!r}, but must be {TRIPLE.format(limits)}", hint=_DAMAGED)
+            raise UserError(f"{source}: {key} is {value!r}, but must be {TRIPLE.format(limits)}", hint=_REPAIR_HINT)
         if value is not None:
-            changed[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
+            values[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
     plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
-    return {**processor, **{key: value for key, value in plain.items() if key in processor}, **changed}
+    return {**processor, **{key: value for key, value in plain.items() if key in processor}, **values}
 
 
 def is_triple(value: Any, limits: Range) -> bool:

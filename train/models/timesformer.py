@@ -104,8 +104,8 @@ class DividedBlock(nn.Module):
         return torch.cat([class_BT1D, x_BTPD], dim=2).flatten(0, 1)
 
 
-def _scale(added: Tensor, factors: Tensor | None) -> Tensor:
-    return added if factors is None else added * factors
+def _scale(output: Tensor, factors: Tensor | None) -> Tensor:
+    return output if factors is None else output * factors
 
 
 class TimeSformer(TokenTower):

@@ -92,8 +92,8 @@ class Adaptable(nn.Module):
             return multiply(x, weight, bias)
         # Compute the adapter first, so that the recomputation in clipmill.train.models.timesformer.linear_of ends
         # before the larger product.
-        added = self.lora(x, arrange=arrange)
-        return multiply(x, weight, bias) + added
+        adapter_output = self.lora(x, arrange=arrange)
+        return multiply(x, weight, bias) + adapter_output
 
     def effective_weight(self) -> Tensor:
         """Return W or, with an adapter, W + s B A, [O, I]."""
@@ -222,16 +222,20 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
     """
     language_names = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
     suffixes = tuple(chain(*_SUFFIXES))
-    merged = {name: tensor for name, tensor in tensors.items() if name in language_names or not name.endswith(suffixes)}
+    merged_tensors = {
+        name: tensor for name, tensor in tensors.items() if name in language_names or not name.endswith(suffixes)
+    }
     for name, a_RI in tensors.items():
         for a_suffix, b_suffix in _SUFFIXES:
             if name in language_names or not name.endswith(a_suffix):
                 continue
             layer = name.removesuffix(a_suffix)
-            matrix = next(weight for weight in (f"{layer}.weight", f"{layer}.in_proj_weight") if weight in merged)
+            matrix = next(
+                weight for weight in (f"{layer}.weight", f"{layer}.in_proj_weight") if weight in merged_tensors
+            )
             added_OI = tensors[layer + b_suffix].double() @ a_RI.double() * scale
-            merged[matrix] = (merged[matrix].double() + added_OI).to(merged[matrix].dtype)
-    return merged
+            merged_tensors[matrix] = (merged_tensors[matrix].double() + added_OI).to(merged_tensors[matrix].dtype)
+    return merged_tensors
 
 
 NORM_EPS = 1e-5  # CLIP's value

@@ -78,7 +78,7 @@ class ConvertedStateDict:
     Attributes:
         tensors: Tensors by our name.
         origins: Our name -> name in the source; `{q,k,v}` in a source name lists tensors that were concatenated.
-        unknown: Tensors for which we have no name, by name in the source.
+        unknown: Tensors without a name in our models, by name in the source.
         ignored: Names of buffers in the source that our models do not need (sizes, position IDs, masks).
     """
 

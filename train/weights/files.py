@@ -28,7 +28,7 @@ from clipmill.train.weights.conversion import Mean
 
 # Configuration files next to weights: parse the JSON, check the values that are used, and build transformers' objects.
 
-_DAMAGED = "correct the file, or download the folder again"
+_REPAIR_HINT = "correct the file, or download the folder again"
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
@@ -42,9 +42,9 @@ def read_config(path: Path) -> dict[str, Any] | None:
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
+        raise UserError(f"cannot read {path}: {error}", hint=_REPAIR_HINT) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object", hint=_DAMAGED)
+        raise UserError(f"{path} is not a JSON object", hint=_REPAIR_HINT)
     _check(value, path=path, parent="")
     return value
 
@@ -70,7 +70,7 @@ def as_config(config_class: Callable[..., Any], entries: Mapping[str, Any], *, k
     try:
         return config_class(**values)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())}", hint=_DAMAGED) from error
+        raise UserError(f"{source}: {' '.join(str(error).split())}", hint=_REPAIR_HINT) from error
 
 
 def rgb_values(values: Any) -> Mean | None:
@@ -85,7 +85,7 @@ def _check(config: Mapping[str, Any], *, path: Path, parent: str) -> None:
     for name, value in config.items():
         for names, is_valid, expected in _TYPES:
             if name in names and not is_valid(value):
-                raise UserError(f"{path}: {parent}{name} is {value!r}, but must be {expected}", hint=_DAMAGED)
+                raise UserError(f"{path}: {parent}{name} is {value!r}, but must be {expected}", hint=_REPAIR_HINT)
         if name in _OBJECTS and value is not None:
             _check(value, path=path, parent=f"{parent}{name}.")
 
@@ -299,7 +299,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(head: bytes) -> bool:
-    """Return True if the first bytes of a file are printable text. Tensor files also begin with other bytes."""
+    """Return True if the first bytes of a file are printable text. Tensor files do not begin with text only."""
     try:
         # Decode incrementally, because the last character may be truncated.
         text = codecs.getincrementaldecoder("utf-8")().decode(head)

@@ -1,4 +1,4 @@
-"""Names and configuration of Hugging Face's TimeSformer, GPT-2, and VisionEncoderDecoderModel that combines them.
+"""Names and configuration of Hugging Face's TimeSformer and GPT-2, and of VisionEncoderDecoderModel with both.
 
 In the file of a separate TimeSformer or GPT-2, names lack a prefix: a TimesformerModel has no `encoder.` (a
 TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has

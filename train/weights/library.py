@@ -63,7 +63,7 @@ def library_format(towers: Towers) -> Format | None:
 def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> ConvertedStateDict:
     """Convert a state dict; `names` are the tensor names of each library tower, by prefix (`IMAGE` or `TEXT`)."""
     tensors, origins = dict[str, torch.Tensor](), dict[str, str]()
-    unknown, rest, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
+    unknown, other_state, ignored = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[str]()
     # In a model with two towers, the first component of a name identifies the tower.
     has_two_towers = any_starts_with(
         state, "token_embedding.", *(f"{root}." for root in ("text", "text_model", *_IMAGE_COMPONENTS))
@@ -77,19 +77,23 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
         if has_two_towers:
             prefixes = [TEXT] if root in TEXT_COMPONENTS else [IMAGE] if root in _IMAGE_COMPONENTS else []
         prefixes = [prefix for prefix in prefixes if prefix in names and root != LOGIT_SCALE]
-        ours = next((f"{prefix}{part}" for prefix in prefixes for part in endings if part in names[prefix]), None)
+        our_name = next((f"{prefix}{part}" for prefix in prefixes for part in endings if part in names[prefix]), None)
         if not tensor.is_floating_point() or name.endswith(BUFFERS) or name == LOGIT_BIAS:
             ignored.append(name)
-        elif ours is not None and ours not in tensors:
-            tensors[ours], origins[ours] = tensor, name
+        elif our_name is not None and our_name not in tensors:
+            tensors[our_name], origins[our_name] = tensor, name
         else:
-            (unknown if prefixes else rest)[name] = tensor
-    other = from_hf(rest) if any_starts_with(rest, "text_model.", "vision_model.") else from_open_clip(rest)
+            (unknown if prefixes else other_state)[name] = tensor
+    other_converted = (
+        from_hf(other_state)
+        if any_starts_with(other_state, "text_model.", "vision_model.")
+        else from_open_clip(other_state)
+    )
     return ConvertedStateDict(
-        tensors={**other.tensors, **tensors},
-        origins={**other.origins, **origins},
-        unknown={**other.unknown, **unknown},
-        ignored=(*other.ignored, *ignored),
+        tensors={**other_converted.tensors, **tensors},
+        origins={**other_converted.origins, **origins},
+        unknown={**other_converted.unknown, **unknown},
+        ignored=(*other_converted.ignored, *ignored),
     )
 
 
@@ -246,8 +250,8 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
     else:
         model = _fill_model(towers.image, weights)
     model.save_pretrained(folder)
-    changed = {f"image_{key}": value for key, value in towers.normalization.items()}
-    save_json(folder / "preprocessor_config.json", {**read_processor(name), **changed})
+    normalization = {f"image_{key}": value for key, value in towers.normalization.items()}
+    save_json(folder / "preprocessor_config.json", {**read_processor(name), **normalization})
     return folder / "model.safetensors", stored_names
 
 

@@ -38,7 +38,7 @@ _PROJECTIONS = (PROJECTION, "text.text_projection")
 _CREATED = {
     TEMPORAL_EMBEDDING: "initialised according to --towers.temporal",
     "video.view_embedding": "--towers.views concat: initialised to zero",
-    ".temporal_attn.": "--towers.attention divided: attention over time, which adds nothing at first",
+    ".temporal_attn.": "--towers.attention divided: attention over time, which initially adds nothing",
     ".ln_temporal.": "--towers.attention divided",
     "video.pool.": "--towers.pool-frames attention, which is initialised as the mean",
 }

@@ -1,7 +1,7 @@
 """Weights from a source, and the settings that follow from them.
 
 A setting that the user left open (None) gets the value that the weights were trained with. A value that the user set
-takes precedence, and a difference from the weights is reported. Only the kind of the tower must not differ. A run saves
+takes precedence, and a difference from the weights is reported. The kind of the tower must be the same. A run saves
 the resulting settings, so it can be resumed, scored and exported without the weights.
 
 `Base` records the weights that checkpoints omit (clipmill.train.weights.sources).

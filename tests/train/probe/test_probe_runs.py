@@ -121,7 +121,7 @@ def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: p
     [
         (("--label", "mood"), "the captions have no column label_mood", "use an available label: class, noun, verb"),
         (("--label", "verb", "--split", "train"), "every clip would be its own neighbour", "two different splits"),
-        (("--label", "verb", "--neighbours", 37), "37 neighbours are requested, but split 'train' has", "36 or fewer"),
+        (("--label", "verb", "--neighbours", 37), "37 neighbours are requested, but the bank", "36 or fewer"),
         (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
         (("--label", "verb", "--label", "verb"), "--label has a repeated value: verb, verb", "use each value once"),
         ((), "--label is missing", "use an available label: class, noun, verb"),
