@@ -125,7 +125,7 @@ def size_of(model: ModelName, towers: Towers, *, num_views: int = 1) -> DualEnco
 
 
 def library_width(towers: Towers) -> int | None:
-    """Return the embedding width of a text tower, or else image tower, from a library; None without such a tower."""
+    """Return the width of a library's embeddings, from the text tower or else the image tower; None without either."""
     if towers.image is None and getattr(towers, "text", None) is None:
         return None
     from clipmill.train.models.library_towers import image_outline, preprocessing_of, text_outline

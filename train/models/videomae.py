@@ -249,6 +249,6 @@ def count_true(mask_BN: Tensor) -> int:
 
 
 def true_indices(mask_BN: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` true values in each row, int64 [B, count], ascending. Do not synchronise."""
+    """Return the ascending indices of the `count` true values in each row, int64 [B, count], asynchronously."""
     # A stable sort keeps equal values in order, so the indices of true values ascend.
     return mask_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]
