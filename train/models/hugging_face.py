@@ -74,7 +74,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
             ) from error
         raise UserError(
             f"the {what} of {reference} is neither cached nor available for download: {first_line(error)}",
-            hint=f"run `hf download {name}` on a machine with network access, and use the downloaded folder or copy the cache",
+            hint=f"run `hf download {name}` on a machine with network access, and use that copy of the model",
         ) from error
 
 

@@ -1,6 +1,6 @@
 """LaViLa's video blocks: attention over time, then over space (Bain et al. 2021, "Frozen in Time", section 3.1).
 
-LaViLa's blocks differ from TimeSformer's blocks (`clipmill.train.models.timesformer`) in two ways. The class token takes part in
+These blocks differ from TimeSformer's (`clipmill.train.models.timesformer`) in two ways. The class token takes part in
 both attentions: it attends to all patches, and every patch attends to it. The output of spatial attention is added to
 the input of the block, so temporal attention has an effect only through spatial attention.
 
