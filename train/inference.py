@@ -131,7 +131,8 @@ class LoadedModel:
             clips: Batch from the loader; uint8 RGB frames [B, T, H, W, 3], whose centre square is resized to
                 `settings.size_px` if necessary; or float clips [B, C, T, H, W], normalised for the model. A model with
                 several views takes [B, V, ...].
-            tokens: True to return all tokens of the video tower, after its last norm. A class token comes first.
+            tokens: True to return all tokens of the video tower, after its last norm. The class token, if there is one,
+                comes first.
 
         Returns:
             float32 tensor on the model's device: tokens [B, N, D] if `tokens` is True. Otherwise, dual encoders return

@@ -107,7 +107,7 @@ class Distance(Objective):
         loss, worst = torch.zeros_like(self.slope), torch.zeros_like(self.slope)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            with step.seed_generators(number), step.synced(is_last), step.autocast():
+            with step.seed_generators(number), step.sync_context(is_last), step.autocast():
                 error = model(part).squeeze(1) - self.slope * part[:, 0]
                 part_loss = (error**2).sum() / len(batch["video"])
                 step.scale(part_loss).backward()

@@ -108,7 +108,7 @@ def test_gpu_hours_and_energy_are_shown_where_they_are_known(tmp_path: Path) -> 
     run = hostile_run(tmp_path)
     write_page(run)
     assert "GPU hours" not in run.page.read_text()
-    for known, words in (({}, "energy unknown"), ({"gpu_kwh": 0.125}, "0.125 kWh of the GPUs")):
+    for known, words in (({}, "energy unknown"), ({"gpu_kwh": 0.125}, "0.125 kWh used by the GPUs")):
         publish_json(run.facts, {"task": "dual-encoder", "consumption": {"gpu_hours": 1.5, **known}})
         write_page(run)
         assert "<b>1.5</b>" in run.page.read_text() and words in run.page.read_text()

@@ -297,8 +297,8 @@ def to_model_input(
 
 def to_rgb_uint8(video: torch.Tensor, colour: torch.Tensor, *, size_px: int) -> torch.Tensor:
     """Convert clips to RGB frames for display: uint8 [B, T, S, S, 3]."""
-    scaled = to_model_input(video, colour, size_px=size_px, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
-    return scaled.round_().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+    rgb = to_model_input(video, colour, size_px=size_px, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
+    return rgb.round_().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
 
 def convert_planes(
@@ -334,10 +334,12 @@ def convert_planes(
         offset = offset + to_normalised_B35[:, :, 4] * _mean_grey(luma, chroma, to_rgb_B34)[:, None]
     offset = offset + matrix[:, :, 3]
     matrix, offset = matrix[..., None, None, None], offset[..., None, None, None]
-    upsampled = interpolate(chroma.flatten(1, 2).float(), scale_factor=2, mode="bilinear", align_corners=False)
-    upsampled = upsampled.unflatten(1, (-1, 2))
+    upsampled_chroma = interpolate(chroma.flatten(1, 2).float(), scale_factor=2, mode="bilinear", align_corners=False)
+    upsampled_chroma = upsampled_chroma.unflatten(1, (-1, 2))
     clips = torch.addcmul(offset, luma[:, None], matrix[:, :, 0])
-    clips.addcmul_(upsampled[:, None, :, 0], matrix[:, :, 1]).addcmul_(upsampled[:, None, :, 1], matrix[:, :, 2])
+    clips.addcmul_(upsampled_chroma[:, None, :, 0], matrix[:, :, 1]).addcmul_(
+        upsampled_chroma[:, None, :, 1], matrix[:, :, 2]
+    )
     for channel, (low, high) in enumerate(zip(black, white, strict=True)):
         clips[:, channel].clamp_(low, high)
     return clips

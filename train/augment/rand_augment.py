@@ -72,16 +72,16 @@ def rand_augment_clips(
     rows = send(np.array([*steps]), device)
     denormalised_NPHW = video.index_select(0, rows).flatten(1, 2).mul_(std_P11).add_(mean_P11)
     clips_PHW = [*denormalised_NPHW.mul_(_WHITE).round_().clamp_(0, _WHITE).to(torch.uint8).unbind(0)]
-    remaining = [*steps.values()]
-    while unfinished := [clip for clip, clip_steps in enumerate(remaining) if clip_steps]:
+    remaining_steps = [*steps.values()]
+    while unfinished_clips := [clip for clip, clip_steps in enumerate(remaining_steps) if clip_steps]:
         # Choose the kind whose clips have the most remaining steps, so that no long sequence is left until the end.
         num_steps = Counter[str]()
-        for clip in unfinished:
-            num_steps[_kind(remaining[clip][0][0][0])] += len(remaining[clip])
+        for clip in unfinished_clips:
+            num_steps[_kind(remaining_steps[clip][0][0][0])] += len(remaining_steps[clip])
         kind = max(_KINDS, key=lambda name: num_steps[name])
-        group = [clip for clip in unfinished if _kind(remaining[clip][0][0][0]) == kind]
+        group = [clip for clip in unfinished_clips if _kind(remaining_steps[clip][0][0][0]) == kind]
         clips_NPHW = torch.stack([clips_PHW[clip] for clip in group])
-        changed_NPHW = apply_operations(clips_NPHW, [remaining[clip].pop(0) for clip in group], fill=mean)
+        changed_NPHW = apply_operations(clips_NPHW, [remaining_steps[clip].pop(0) for clip in group], fill=mean)
         for clip, clip_PHW in zip(group, changed_NPHW, strict=True):
             clips_PHW[clip] = clip_PHW
     changed_NPHW = torch.stack(clips_PHW).div(_WHITE).sub_(mean_P11).div_(std_P11)

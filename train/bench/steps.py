@@ -156,14 +156,14 @@ def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, min_steps: i
                 break
     # Steps whose batches were loaded during the first step did not wait. Omit them if other steps remain.
     num_ahead = 1 + opened.settings.batches_ahead
-    first = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
+    first_index = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if opened.device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(opened.device)
     return StepTimes(
         first_s=step_times[0],
-        step_times=tuple(step_times[first:]),
-        wait_share=sum(wait_times[first:]) / sum(step_times[first:]),
+        step_times=tuple(step_times[first_index:]),
+        wait_share=sum(wait_times[first_index:]) / sum(step_times[first_index:]),
         memory_bytes=peak_bytes,
     )
 

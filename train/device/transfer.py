@@ -71,15 +71,15 @@ class LateMetrics:
     """Metrics in transfer from a device to the host.
 
     Args:
-        numbers: Metrics, keyed by name: numbers, or zero-dimensional tensors on the device.
+        metrics: Metrics, keyed by name: numbers, or zero-dimensional tensors on the device.
 
     Attributes:
         end: Event that marks the end of the transfer.
     """
 
-    def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
-        self._numbers: dict[str, Scalar] = dict(numbers)
-        tensors = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    def __init__(self, metrics: Mapping[str, Scalar], device: torch.device) -> None:
+        self._numbers: dict[str, Scalar] = dict(metrics)
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
         self._names, self._values = list(tensors), torch.empty(0)
         if tensors:
             values = torch.stack([value.detach().double() for value in tensors.values()])

@@ -76,17 +76,17 @@ class Heartbeat:
     def _run(self) -> None:
         watch = Watch(self._world)
         ranks = range(self._world.size)
-        joined: list[int] = []
-        number = 0
+        joined_ranks: list[int] = []
+        count = 0
         while not self._is_over.wait(BEAT_S):
-            number += 1
+            count += 1
             self._called_s = self._clock.now_s
             try:
-                self._store.set(str(self._world.rank), str(number))
-                if len(joined) < len(ranks):
-                    joined = [rank for rank in ranks if self._store.check([str(rank)])]
-                texts = self._store.multi_get(list(map(str, joined)))
-                messages = {rank: text.decode() for rank, text in zip(joined, texts, strict=True)}
+                self._store.set(str(self._world.rank), str(count))
+                if len(joined_ranks) < len(ranks):
+                    joined_ranks = [rank for rank in ranks if self._store.check([str(rank)])]
+                texts = self._store.multi_get(list(map(str, joined_ranks)))
+                messages = {rank: text.decode() for rank, text in zip(joined_ranks, texts, strict=True)}
             except RuntimeError:
                 messages = None
             self._called_s = None

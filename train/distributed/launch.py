@@ -38,7 +38,7 @@ _LOST = ("closed by peer", "connection reset", "connection refused", "broken pip
 
 @contextmanager
 def open_world(*, device_type: str, start: Start | None = None, hint: str = "") -> Iterator[World]:
-    """Join the process group of torchrun within the block. Without a launcher, yield a world of size 1.
+    """Join torchrun's process group within the block. Without a launcher, yield a world of size 1.
 
     Args:
         start: Start of this rank. The ranks compare their starts before any other communication.
@@ -222,10 +222,12 @@ def difference(ranks: Sequence[Start]) -> str | None:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, value in enumerate(rank_values):
             ranks_by_value.setdefault(value, []).append(rank)
-        shown = " and ".join(f"{value} on {_name_ranks(numbers)}" for value, numbers in ranks_by_value.items())
-        parts.append(f"{name} is {shown}")
-    more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
-    return "; ".join(parts[:_MAX_SHOWN]) + more
+        values_text = " and ".join(
+            f"{value} on {_name_ranks(value_ranks)}" for value, value_ranks in ranks_by_value.items()
+        )
+        parts.append(f"{name} is {values_text}")
+    suffix = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
+    return "; ".join(parts[:_MAX_SHOWN]) + suffix
 
 
 def _value_text(start: Start, name: str) -> str:
@@ -236,5 +238,5 @@ def _value_text(start: Start, name: str) -> str:
 def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
-    return f"ranks {shown}" + (f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else "")
+    rank_list = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    return f"ranks {rank_list}" + (f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else "")

@@ -120,8 +120,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
         return
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         flat = world.sum(torch.cat([gradient.flatten() for gradient in bucket])) / world.size
-        for gradient, averaged in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(averaged.view_as(gradient))
+        for gradient, average in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(average.view_as(gradient))
 
 
 def exchange_buffers(model: nn.Module, world: World) -> None:
@@ -217,14 +217,14 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
         like: Tensors that are sharded like the complete tensors.
     """
     squares_N = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts))]) ** 2
-    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
+    indices_by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
             # The sum over a shard is partial; the sum over a replica is complete.
             sums = tuple(Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements)
-            sharded.setdefault((tensor.device_mesh, sums), []).append(index)
-    for (mesh, placements), members in sharded.items():
-        indices = send(torch.tensor(members), squares_N.device)
+            indices_by_layout.setdefault((tensor.device_mesh, sums), []).append(index)
+    for (mesh, placements), layout_indices in indices_by_layout.items():
+        indices = send(torch.tensor(layout_indices), squares_N.device)
         # Meshes of one rank and replicated tensors need no communication.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()

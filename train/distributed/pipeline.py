@@ -147,7 +147,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def _measure_boundaries(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Measure shapes and dtypes of this stage's inputs and outputs by running it on one sample with one token."""
+        """Measure the shapes and dtypes of this stage's inputs and outputs in a run on one sample with one token."""
         stages = self._world.stages
         stage_inputs: list[torch.Tensor] = []
         stage_outputs: list[torch.Tensor] = []
@@ -405,12 +405,12 @@ def broadcast_from_last(stages: World, tensor: torch.Tensor | None, *, device: t
     if stages.size == 1:
         assert tensor is not None
         return tensor
-    last = stages.size - 1
-    header = _header(tensor if stages.rank == last else None)
-    dist.broadcast(header, group=stages.group, group_src=last)
-    shared = _empty_tensor(header, device=device) if tensor is None else tensor.contiguous()
-    dist.broadcast(shared, group=stages.group, group_src=last)
-    return shared
+    last_rank = stages.size - 1
+    header = _header(tensor if stages.rank == last_rank else None)
+    dist.broadcast(header, group=stages.group, group_src=last_rank)
+    output = _empty_tensor(header, device=device) if tensor is None else tensor.contiguous()
+    dist.broadcast(output, group=stages.group, group_src=last_rank)
+    return output
 
 
 def _receive_tensors(stages: World, *, device: torch.device) -> Tensors:

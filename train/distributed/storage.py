@@ -89,9 +89,9 @@ class Storage:
         """Gather plain values from all ranks. The checkpoint thread may call this method during training."""
         if self._group is None:
             return [value]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        all_values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(all_values, value, group=self._group)
+        return all_values
 
 
 def read_into(

@@ -69,7 +69,8 @@ class World:
             processes = count_noun(self.size, "process", "processes")
             raise UserError(
                 f"--parallel.stages is {num_stages}, but {processes} cannot be divided into pipelines of this length",
-                hint=f"launch a multiple of {num_stages} processes, for example with --nproc-per-node {num_stages}",
+                hint=f"launch a multiple of {num_stages} processes, "
+                f"for example with torchrun --nproc-per-node {num_stages}",
                 flags=("--parallel.stages",),
             )
         num_replicas = self.size // num_stages
@@ -105,16 +106,16 @@ class World:
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
-        gathered = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows, group=self.group)
-        return gathered
+        all_rows = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
+        dist.all_gather_into_tensor(all_rows, rows, group=self.group)
+        return all_rows
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over all ranks, without gradients."""
-        summed = values.detach().clone()
+        total = values.detach().clone()
         if self.size > 1:
-            dist.all_reduce(summed, group=self.group)
-        return summed
+            dist.all_reduce(total, group=self.group)
+        return total
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum size * N rows over the ranks, and return the N rows of this rank (in rank order), without gradients."""
@@ -129,9 +130,9 @@ class World:
         """Gather plain values (not tensors) from all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        all_values: list[Any] = [None] * self.size
+        dist.all_gather_object(all_values, value, group=self.group)
+        return all_values
 
     def each(self, work: Callable[[], Outcome]) -> Outcome:
         """Call `work` on every rank, and return the result on this rank.
@@ -183,14 +184,14 @@ def _group(ranks: range) -> dist.ProcessGroup:
 
 
 def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
-    """Gather a different number of rows from each rank, in rank order. A rank may have no rows."""
+    """Gather rows from all ranks, in rank order. Ranks may have different numbers of rows, including 0."""
     shapes = world.gather(torch.tensor([rows.shape], device=rows.device)).cpu()
     num_rows, width = shapes[:, 0].tolist(), shapes[:, 1:].amax(dim=0).tolist()
     longest = max(num_rows)
-    padded = rows.new_zeros(longest, *width)
+    padded_rows = rows.new_zeros(longest, *width)
     if len(rows):
-        padded[: len(rows)] = rows
-    parts = world.gather(padded).split(longest) if longest else [padded]
+        padded_rows[: len(rows)] = rows
+    parts = world.gather(padded_rows).split(longest) if longest else [padded_rows]
     return torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=False)])
 
 
@@ -209,8 +210,8 @@ class Step:
         microbatch: Number of samples per forward pass on this rank; None for all samples of the rank.
         autocast: Function that returns a context in which the model computes with the precision of the run.
         scale: Function that scales a loss before its backward pass, for fp16.
-        synced: Function that takes True for the last microbatch of the step, and returns the context for the forward
-            and backward pass of a microbatch. The context of the last microbatch synchronises the gradients.
+        sync_context: Function that takes True for the last microbatch of the step, and returns the context for the
+            forward and backward pass of a microbatch. The context of the last microbatch synchronises the gradients.
     """
 
     number: int
@@ -220,7 +221,7 @@ class Step:
     microbatch: int | None = None
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     scale: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor
-    synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
+    sync_context: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
 
     @contextmanager
     def seed_generators(self, part: int) -> Iterator[None]:

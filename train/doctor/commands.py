@@ -249,10 +249,10 @@ def _require_folder(shards: Path) -> None:
     if shards.is_dir():
         return
     if url := re.fullmatch(r"(\w+):/(.*)", str(shards)):  # a path has no double slash
-        remote = f"{url[1]}://{url[2]}"
+        bucket_url = f"{url[1]}://{url[2]}"
         raise UserError(
-            f"train doctor measures disks, but --shards {remote} is in object storage",
-            hint=f"omit --shards, and measure the bucket with prep advise --data {remote}",
+            f"train doctor measures disks, but --shards {bucket_url} is in object storage",
+            hint=f"omit --shards, and measure the bucket with prep advise --data {bucket_url}",
             flags=("--shards",),
         )
     problem = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
@@ -379,8 +379,10 @@ def _disk(machine: MachineFacts) -> str:
 
 def _software(machine: MachineFacts) -> str:
     versions = machine.versions
-    shown = [f"{name} {versions[name]}" for name in ("clipmill", "python", "numpy", "pyarrow") if name in versions]
-    return f"{', '.join(shown)}; {machine.system}"
+    version_texts = [
+        f"{name} {versions[name]}" for name in ("clipmill", "python", "numpy", "pyarrow") if name in versions
+    ]
+    return f"{', '.join(version_texts)}; {machine.system}"
 
 
 def _training(machine: MachineFacts) -> str:

@@ -39,7 +39,7 @@ _NETWORK_TYPES = {
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# File systems through which a virtual machine or sandbox accesses folders of its host. It cannot see the host's disk.
+# File systems through which a virtual machine or sandbox accesses folders of its host. The disk cannot be examined.
 _HOST_TYPES = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY_TYPES = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
@@ -97,11 +97,12 @@ def examine_host() -> Host:
     """Examine this machine's host. This takes only milliseconds."""
     lines = re.findall(r"^(\w+):[ \t]*(\d+)\b", _read(Path("/proc/meminfo")), flags=re.MULTILINE)
     fields = {name: int(number_kb) * 1024 for name, number_kb in lines}
-    total, free = fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
-    limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
-    if limit is not None and (total is None or limit < total):
-        used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
-        total, free = limit, min(limit - used, free if free is not None else limit)
+    memory_bytes, free_bytes = fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
+    limit_bytes = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    if limit_bytes is not None and (memory_bytes is None or limit_bytes < memory_bytes):
+        used_bytes = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
+        free_bytes = min(limit_bytes - used_bytes, limit_bytes if free_bytes is None else free_bytes)
+        memory_bytes = limit_bytes
     # cgroup v1 stores the two numbers of cpu.max in separate files.
     version_1_quota = " ".join(
         _read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -113,8 +114,8 @@ def examine_host() -> Host:
         num_cores=os.cpu_count() or 1,
         allowed_cores=len(os.sched_getaffinity(0)),
         quota_cores=quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1_quota),
-        memory_bytes=total,
-        free_bytes=free,
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
         shm_bytes=_shared_memory(),
         thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         compiler=next((path for name in compilers if name and (path := shutil.which(name))), None),
@@ -430,7 +431,7 @@ def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.tr
     command, pipe = [sys.executable, "-P", "-m", module], subprocess.PIPE
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
-        printed, errors = process.communicate(timeout=timeout_s)
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
@@ -440,7 +441,7 @@ def ask_child(*, timeout_s: float = _CHILD_TIMEOUT_S, module: str = "clipmill.tr
         reason = f"torch and the GPU did not respond within {timeout_s:.0f} s"
     else:
         try:
-            return accelerator_of(json.loads(printed))
+            return accelerator_of(json.loads(output))
         except (ValueError, KeyError, TypeError):
             lines = errors.decode(errors="replace").strip().splitlines() or ["no output"]
             reason = f"the process that tests torch and attention ended with code {process.returncode}: {lines[-1]}"

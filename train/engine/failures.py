@@ -3,15 +3,15 @@
 The life of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns the
-   exception into a `FailedSample` that it returns with the next batch. The next samples in order fill up that batch.
-2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
-   failures.jsonl: position in the order of samples, chunk, reason, detail.
+   exception into a `FailedSample`, which it returns with the next batch. It fills this batch with the next samples.
+2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends a line for each
+   failure to failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. If the failures
    of one loader exceed the limit, the loader raises `TooManyFailures`. These failures are counted like all others.
 4. A resumed run removes the lines of samples after its checkpoint, and loads these samples again. The results page
    lists the remaining failures.
 
-The same exchange tells every rank whether a rank must stop, so that either all ranks take a step or none does.
+The same exchange tells every rank whether any rank must stop, so that either all ranks take a step or none does.
 """
 
 import sys
@@ -84,7 +84,7 @@ class FailureLog:
 
         Raises:
             FailedWork: Too many samples failed.
-            ClipmillError: Error of the loader on one of the ranks; all ranks raise it.
+            ClipmillError: The loader failed on one of the ranks. All ranks raise the error of this loader.
         """
         began_s = time.perf_counter()
         loaded, error = None, None
@@ -114,23 +114,24 @@ class FailureLog:
         self._keys += [failure.key for failure in failed]
         if self._world.is_first:
             append_lines(self._path, [asdict(failure) for failure in failed])
-        last = f"{failed[-1].key}: {failed[-1].detail}"
+        last_failure = f"{failed[-1].key}: {failed[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(
                 f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}"
-                f"{describe_repeats(self._keys)}; the last one: {last}; all are listed in {self._path}{_remedy(failed)}"
+                f"{describe_repeats(self._keys)}; the last one: {last_failure}; all are listed in "
+                f"{self._path}{_remedy(failed)}"
             )
         if self._world.is_first and not self._has_warned:
             self._has_warned = True
             sys.stderr.write(
-                f"note: a sample could not be loaded and is skipped: {last}; the run ends if more than "
+                f"note: a sample could not be loaded and is skipped: {last_failure}; the run ends if more than "
                 f"{self._max_failures} samples fail (--max-failures); all failures are listed in "
                 f"{self._path}{_remedy(failed)}\n"
             )
 
 
 def _remedy(failed: list[FailedSample]) -> str:
-    """Return what to do about a missing or damaged shard; empty if the last sample failed for another reason."""
+    """Return advice about a missing or damaged shard; empty if the last sample failed for another reason."""
     if failed[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
     return "; prep verify lists missing and damaged shards and the commands that rebuild them"
@@ -212,7 +213,7 @@ def memory_error(
 
 
 def largest_fit(microbatch: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """Return a power of two: the number of samples that probably fit. Return None if a single sample does not fit.
+    """Return the number of samples that probably fit, rounded down to a power of two; None if not even one fits.
 
     A sample needs at least (peak - before) / microbatch bytes. It may need more, because the peak is measured when
     memory runs out, not after a complete step. The result is therefore at most half of `microbatch`.
@@ -221,5 +222,5 @@ def largest_fit(microbatch: int, *, before_bytes: int, peak_bytes: int, total_by
         return None
     free_bytes = (1 - _RESERVED_FRACTION) * total_bytes - before_bytes
     sample_bytes = max(peak_bytes - before_bytes, 1) / microbatch
-    largest = min(microbatch // 2, int(free_bytes / sample_bytes))
-    return 1 << (largest.bit_length() - 1) if largest >= 1 else None
+    num_samples = min(microbatch // 2, int(free_bytes / sample_bytes))
+    return 1 << (num_samples.bit_length() - 1) if num_samples >= 1 else None

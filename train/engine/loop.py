@@ -91,8 +91,8 @@ def train(
     )
     saved_step: int | None = None
     # Broadcast the step, not the path: each rank has a different local folder for a run in a bucket.
-    if (latest := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
-        path = run.checkpoints / checkpoint_name(latest)
+    if (latest_step := world.first(lambda: max(all_checkpoints(run.checkpoints), default=None))) is not None:
+        path = run.checkpoints / checkpoint_name(latest_step)
         state.restore(path, samples, settings, task=task, world=world)
         saved_step = state.step
         progress.say(f"resuming at step {state.step} of {settings.steps} from {path}")
@@ -141,19 +141,19 @@ def train(
             # Get the next batch. If a rank has no batch, no rank takes the step: its collectives would never end.
             began = log.end or DeviceEvent(device)
             try:
-                synced = failures.next_batch(batches, stops=stop.is_received)
+                synced_batch = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
                 log.settle()  # a non-finite loss of the previous step is reported first, on all ranks
                 if state.step:
                     save({})  # the weights are valid: only data loading failed
                     writer.wait()
                 raise
-            if synced.stops:
+            if synced_batch.stops:
                 log.settle()
                 save({})
                 writer.wait()
                 raise Stopped(f"step {state.step} is saved")
-            loaded = synced.loaded
+            loaded = synced_batch.loaded
             if world.stages.size > 1:
                 loaded = loaded._replace(batch=to_device(loaded.batch, device))
 
@@ -171,7 +171,7 @@ def train(
                     step=step,
                     metrics=LateMetrics(metrics, device),
                     began=began,
-                    waited_s=synced.waited_s,
+                    waited_s=synced_batch.waited_s,
                     num_failed=failures.num_failed,
                     batch=BatchIds(loaded.batch["key"], loaded.batch.get("caption_id")),
                     skips=state.precision.skips_steps,
@@ -222,7 +222,7 @@ def run_step(
     # Forward and backward, microbatch by microbatch. During the last backward pass, the wrapper of the model averages
     # the gradients of the model over the ranks. The objective has no wrapper, so its gradients are averaged here.
     with throughput.count_flops(state.counted_module) if throughput.flops_per_step is None else nullcontext():
-        metrics = state.objective.backward(state.trained, loaded.batch, step)
+        metrics = state.objective.backward(state.trained_module, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
     # Clip the gradients by their norm over all ranks and stages, and unscale fp16 gradients in the same operation.
@@ -253,7 +253,7 @@ def run_step(
 
 
 def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *, world: World) -> Step:
-    """Return the description of the next step, for the objective."""
+    """Describe the next step for the objective."""
     return Step(
         number=state.step + 1,
         epoch=_epoch(state, samples, settings),
@@ -262,7 +262,7 @@ def next_step(state: State, samples: TrainingSet, settings: TrainingSettings, *,
         microbatch=settings.microbatch,
         autocast=state.precision.autocast,
         scale=state.precision.scale,
-        synced=partial(sync_gradients, state.trained),
+        sync_context=partial(sync_gradients, state.trained_module),
     )
 
 
@@ -316,9 +316,9 @@ def describe_epochs(settings: TrainingSettings, samples: TrainingSet) -> Iterato
         UserError: A setting is given in epochs, but the length of an epoch is unknown.
     """
     steps = epoch_steps(settings, samples)
-    if converted := epoch_remarks(settings, steps):
+    if remarks := epoch_remarks(settings, steps):
         unit = "sample" if samples.visits_per_epoch == samples.num_samples else "caption"
-        yield f"an epoch has {steps:,.1f} steps, which visit every {unit} once; {', '.join(converted)}"
+        yield f"an epoch has {steps:,.1f} steps, which visit every {unit} once; {', '.join(remarks)}"
 
 
 def epoch_steps(settings: TrainingSettings, samples: TrainingSet) -> float | None:
@@ -352,11 +352,11 @@ class StopSignal:
         def remember(_: int, __: FrameType | None) -> None:
             self.is_received = True
 
-        previous = signal.signal(signal.SIGTERM, remember)
+        previous_handler = signal.signal(signal.SIGTERM, remember)
         try:
             yield self
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
 @contextmanager

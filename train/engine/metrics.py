@@ -163,7 +163,7 @@ def efficient_flops(
 
 
 # Peak TFLOP/s of GPUs, at which model FLOP/s utilisation (MFU) is 100 %: dense bf16 or fp16 matrix products with
-# float32 accumulation at boost clock, from NVIDIA's data sheets and architecture white papers. Most of these state the
+# float32 accumulation at boost clock, from NVIDIA's data sheets and architecture white papers. Most documents state the
 # figure for sparse matrices, which is twice as high. A name must match complete words; the longest match applies.
 _TFLOPS = {
     "B200": 2250.0,
@@ -222,7 +222,7 @@ _NUM_IDLE = 10  # the run ends if all gradients of this many initial steps are z
 
 @dataclass(frozen=True)
 class BatchIds:
-    """Identifiers of a rank's samples in a step, for error reports. The frames would take up GPU memory.
+    """Identifiers of a rank's samples in a step, for error reports. Frames are not kept, to save GPU memory.
 
     Attributes:
         keys: Keys of the chunks, as in the batch.
@@ -233,13 +233,13 @@ class BatchIds:
     caption_id: torch.Tensor | None
 
 
-def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
+def require_finite(name: str, value: float, batch: BatchIds, *, step: Step, world: World, run: RunFolder) -> None:
     """Raise an error on all ranks if a value is not finite. The value must be the same on all ranks.
 
     Rank 0 first writes the keys of all samples in the step to bad_batch.json.
 
     Args:
-        what: Name of the value, for the message.
+        name: Name of the value, for the message.
 
     Raises:
         FailedWork: The value is NaN or infinite.
@@ -252,12 +252,12 @@ def require_finite(what: str, value: float, batch: BatchIds, *, step: Step, worl
         samples["caption_ids"] = batch.caption_id.tolist()
     ranks = step.world.gather_objects(samples)
     if world.is_first:
-        publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
-    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of the batch are in {path}")
+        publish_json(path, {"step": step.number, name: str(value), "ranks": ranks})
+    raise FailedWork(f"the {name} is {value} at step {step.number}; the keys of the batch are in {path}")
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
-    """Check that a run could continue from a state. All ranks must call this function before they save a checkpoint.
+    """Check that the tensors of a state are finite. All ranks must call this function before they save a checkpoint.
 
     Raises:
         FailedWork: A tensor contains NaN or infinity. The error is raised on all ranks.
@@ -270,7 +270,7 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
 
 
 def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """Return the first names of tensors that contain NaN or infinity; None if all are finite.
+    """List the first few tensors that contain NaN or infinity, as text; return None if all tensors are finite.
 
     All ranks must call this function. Each rank checks its shards without copying them, and waits for the device once.
     Some losses store logarithms that are -inf until a sample is first visited, so -inf is allowed in their state.
@@ -280,7 +280,7 @@ def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str
     """
     parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     parts = {name: part.detach() for name, part in parts.items() if part.numel()}
-    bad: set[str] = set()
+    bad_names: set[str] = set()
     by_device: dict[torch.device, list[str]] = {}
     for name, part in parts.items():
         by_device.setdefault(part.device, []).append(name)
@@ -289,12 +289,12 @@ def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str
         ends_N2 = torch.stack([torch.stack(parts[name].aminmax()).double() for name in names]).cpu()
         is_log_N = torch.tensor([name.startswith("objective.") for name in names])
         is_good_N2 = ends_N2.isfinite() | (is_log_N[:, None] & (ends_N2 == -torch.inf))
-        bad |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
-    if not world.sum(torch.tensor([float(len(bad))])).item():
+        bad_names |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
+    if not world.sum(torch.tensor([float(len(bad_names))])).item():
         return None
-    names_of_ranks = sorted({name for names in world.gather_objects(bad) for name in names})
-    more = f" and {len(names_of_ranks) - _MAX_LISTED} more" if len(names_of_ranks) > _MAX_LISTED else ""
-    return ", ".join(names_of_ranks[:_MAX_LISTED]) + more
+    names_of_ranks = sorted({name for names in world.gather_objects(bad_names) for name in names})
+    suffix = f" and {len(names_of_ranks) - _MAX_LISTED} more" if len(names_of_ranks) > _MAX_LISTED else ""
+    return ", ".join(names_of_ranks[:_MAX_LISTED]) + suffix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ class PendingStep:
         num_failed: Number of samples that have failed so far.
         batch: Samples of this rank.
         skips: True if the gradient norm may be infinite, because the optimizer skips such a step (fp16).
-        sources: Number of samples so far from each data folder of a mixture, including failed samples.
+        sources: Number of samples drawn so far from each data folder of a mixture, including failed samples.
     """
 
     step: Step
@@ -354,7 +354,7 @@ class MetricsLog:
         return None if self._pending is None else self._pending.metrics.end
 
     def add(self, pending: PendingStep) -> None:
-        """Hold a step. The previous step must have been settled."""
+        """Store a step as pending. The previous step must have been settled."""
         assert self._pending is None
         self._pending = pending
 
@@ -373,13 +373,13 @@ class MetricsLog:
         if pending is None:
             return
         metrics = pending.metrics.read()
-        checked = {"loss": metrics["loss"]}
+        checked_values = {"loss": metrics["loss"]}
         if not pending.skips:
-            checked["norm of the gradients"] = metrics["grad_norm"]
-        for what, value in checked.items():
+            checked_values["norm of the gradients"] = metrics["grad_norm"]
+        for name, value in checked_values.items():
             if not math.isfinite(value):
                 self._pending = None
-            require_finite(what, value, pending.batch, step=pending.step, world=self._world, run=self._run)
+            require_finite(name, value, pending.batch, step=pending.step, world=self._world, run=self._run)
         self._learns |= bool(metrics["grad_norm"])
         if not self._learns and pending.step.number == self._idle_until:
             raise FailedWork(
@@ -405,8 +405,8 @@ class MetricsLog:
         pending, self._pending = self._pending, None
         self._is_evaluated = False
         if pending is not None:
-            more = {"batches": dict(batch_metrics)} if batch_metrics else {}
-            self._trackers.log(self._line(pending, evaluation or {}) | more)
+            batch_entry = {"batches": dict(batch_metrics)} if batch_metrics else {}
+            self._trackers.log(self._line(pending, evaluation or {}) | batch_entry)
 
     def close(self) -> None:
         """Log the pending step if its metrics are finite, without communication. Also call this after an error."""

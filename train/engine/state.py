@@ -36,21 +36,21 @@ class State:
 
     Attributes:
         model: Model that the task built. With FSDP, the parameters of the model are DTensors.
-        trained: Module that a training step calls: the model, or its wrapper from clipmill.train.distributed.parallel
-            or clipmill.train.distributed.pipeline.
+        trained_module: Module that a training step calls: the model, or its wrapper from
+            clipmill.train.distributed.parallel or clipmill.train.distributed.pipeline.
         objective: Objective that computes the loss.
         optimizer: Optimizer of the parameters that this rank updates.
         zero: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy is zero1.
         precision: Autocast and loss scaling of the run.
         ema: Exponential moving average of the weights; None if the run does not use EMA.
-        pipeline: The same object as `trained` if the model is split into pipeline stages; None otherwise.
+        pipeline: The same object as `trained_module` if the model is split into pipeline stages; None otherwise.
         base: Frozen weights that checkpoints omit; None if checkpoints contain all weights.
         step: Number of completed steps.
         cursor: Position in the sample order after the last batch of this rank.
     """
 
     model: nn.Module
-    trained: nn.Module
+    trained_module: nn.Module
     objective: Objective
     optimizer: torch.optim.Optimizer
     zero: ZeroOptimizer | None
@@ -68,7 +68,7 @@ class State:
     @property
     def counted_module(self) -> nn.Module:
         """Module whose calls determine the FLOPs of a step."""
-        return self.trained if self.pipeline is None else self.model
+        return self.trained_module if self.pipeline is None else self.model
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state, keyed by their names in checkpoints. The tensors are not copied."""
@@ -142,9 +142,9 @@ class State:
         # The state dict of an optimizer numbers the parameters in the order of its groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        optimized = self._optimized_parameters()
+        optimized_parameters = self._optimized_parameters()
         optimizer_state = self.optimizer.state_dict()
-        optimizer_state["state"] = {indices[id(optimized[name])]: state for name, state in moments.items()}
+        optimizer_state["state"] = {indices[id(optimized_parameters[name])]: state for name, state in moments.items()}
         self.optimizer.load_state_dict(optimizer_state)
         if (names := find_non_finite(self.tensors(), world=world)) is not None:
             raise UserError(
@@ -175,10 +175,10 @@ class State:
 
     def _optimized_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's optimizer, keyed by their names in checkpoints."""
-        optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        optimized_ids = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         pairs = [(f"model.{plain_name(name)}", parameter) for name, parameter in self.model.named_parameters()]
         pairs += [(f"objective.{name}", parameter) for name, parameter in self.objective.named_parameters()]
-        return {name: parameter for name, parameter in pairs if id(parameter) in optimized}
+        return {name: parameter for name, parameter in pairs if id(parameter) in optimized_ids}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
         """Return zero-filled buffers for reading this rank's optimizer state: {parameter name: {key: tensor}}."""
@@ -208,19 +208,19 @@ def new_state(
 ) -> State:
     """Return the state of a run before the first step. The initial weights depend only on the seed."""
     torch.manual_seed(settings.seed)
-    # Build the complete model before taking a stage from it, so that initial weights do not depend on stages.
+    # Build the complete model before taking a stage from it, so that weights do not depend on the stages.
     model = take_stage(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     set_training_mode(model)
     precision = open_precision(settings.precision, device_type=device.type)
-    trained: nn.Module
+    trained_module: nn.Module
     pipeline: Pipeline | None = None
     if world.stages.size > 1:
         from clipmill.train.distributed import pipeline as pipelines
 
-        trained = pipeline = pipelines.Pipeline(model, settings=settings.parallel, world=world, device=device)
+        trained_module = pipeline = pipelines.Pipeline(model, settings=settings.parallel, world=world, device=device)
     else:
-        trained = wrap_model(
+        trained_module = wrap_model(
             model,
             strategy=settings.parallel.strategy,
             units=task.units(model),
@@ -237,7 +237,7 @@ def new_state(
     is_zero = settings.parallel.strategy == "zero1" and world.replicas.size > 1
     return State(
         model=model,
-        trained=trained,
+        trained_module=trained_module,
         objective=objective,
         optimizer=optimizer,
         zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,

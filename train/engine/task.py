@@ -72,9 +72,9 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
         """Evaluate a model during training. Return the same metrics on all ranks; {} if there are no evaluations.
 
-        There is one evaluation for each entry of `settings.evaluated_data()`. Its metrics are keyed `<name>/<metric>`,
-        with the name of the entry. A metric that is a list contains one value per batch, such as the loss; it is
-        logged, but --best cannot select it.
+        There is one evaluation for each entry of `settings.evaluated_data()`. The keys of its metrics are
+        `<name>/<metric>`, where `<name>` is the name of the entry. A list contains one value per batch, such as the
+        loss. Lists are logged, but --best cannot select them.
 
         All ranks call this method at the same step, with the model in evaluation mode and without gradients. Forward
         passes must not communicate, because their number may differ between ranks.
@@ -291,9 +291,9 @@ class ClipTask(Generic[Settings, Samples, Model]):
         from clipmill.train.weights.sources import base_of
 
         assert self._start is not None
-        fitted, source_tensors = self._start.fitted.tensors, source.converted.tensors
+        fitted_tensors, source_tensors = self._start.fitted.tensors, source.converted.tensors
         for tower in self.pretrained_towers():
-            if not any(name.startswith(f"{tower}.") for name in fitted):
+            if not any(name.startswith(f"{tower}.") for name in fitted_tensors):
                 raise UserError(
                     f"--lora.towers {tower} adapts pretrained weights, but {source.title} has no weights of that tower",
                     hint="use other weights, or other --lora.towers",
@@ -301,7 +301,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                 )
         # Resized tensors are new objects. Checkpoints contain them, so reading the base needs no resizing.
         frozen = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        names = [name for name in frozen if name in source_tensors and fitted.get(name) is source_tensors[name]]
+        names = [name for name in frozen if name in source_tensors and fitted_tensors.get(name) is source_tensors[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
 
     def build_model(self, samples: Samples) -> Model:
@@ -339,8 +339,10 @@ class ClipTask(Generic[Settings, Samples, Model]):
             add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=frozen)
         else:
             add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=frozen)
-        for inner, parameter in module.named_parameters():
-            is_new = self._start is not None and f"{tower}.{plain_name(inner)}" not in self._start.fitted.tensors
+        for parameter_name, parameter in module.named_parameters():
+            is_new = (
+                self._start is not None and f"{tower}.{plain_name(parameter_name)}" not in self._start.fitted.tensors
+            )
             if is_new and id(parameter) not in frozen:
                 parameter.requires_grad_(True)
 
@@ -355,8 +357,8 @@ class ClipTask(Generic[Settings, Samples, Model]):
     def frozen_parts(self) -> list[str]:
         """Describe the frozen parts, for the log."""
         settings, lora = self._settings, self._settings.lora
-        adapted = [f"{tower}, with adapters of rank {lora.rank}" for tower in adapted_towers(settings)]
-        return [*settings.freeze, *adapted]
+        adapted_towers_text = [f"{tower}, with adapters of rank {lora.rank}" for tower in adapted_towers(settings)]
+        return [*settings.freeze, *adapted_towers_text]
 
     def facts(self) -> dict[str, Any]:
         """Return the entry for run.json about the evaluations during training, keyed by name; {} if there are none."""
@@ -399,12 +401,14 @@ def drop_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say
         model: Noun for the message, such as "a classifier".
     """
     tensors = source.converted.tensors
-    unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
-    if unused:
-        unused_parts = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+    unused_names = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
+    if unused_names:
+        unused_parts = ", ".join(
+            description for prefix, description in parts.items() if prefix in unused_names.values()
+        )
         say(f"weights: not used, because {model} has no such parts: {unused_parts}")
-    kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
-    return replace(source, converted=replace(source.converted, tensors=kept))
+    kept_tensors = {name: tensor for name, tensor in tensors.items() if name not in unused_names}
+    return replace(source, converted=replace(source.converted, tensors=kept_tensors))
 
 
 def build_meta_model(task: Task, samples: Any) -> nn.Module | None:

@@ -359,7 +359,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
     microbatches = split(batch, step.microbatch)
     if len(microbatches) == 1:
-        with step.synced(True), step.seed_generators(0):
+        with step.sync_context(True), step.seed_generators(0):
             embeddings = embed(batch)
             _backpropagate(embeddings, gradients(*(embedding_bE.detach() for embedding_bE in embeddings)), step)
         return
@@ -378,7 +378,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"skips_frozen": True} if has_frozen_tower else {}
     for number, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
-        with step.synced(number == len(microbatches) - 1), step.seed_generators(number):
+        with step.sync_context(number == len(microbatches) - 1), step.seed_generators(number):
             _backpropagate(embed(microbatch, **options), grads, step)
 
 

@@ -65,7 +65,7 @@ def backward_microbatches(
     losses = []
     for number, start in enumerate(range(0, num_samples, size)):
         rows = slice(start, min(start + size, num_samples))
-        with step.synced(rows.stop == num_samples), step.seed_generators(number):
+        with step.sync_context(rows.stop == num_samples), step.seed_generators(number):
             loss = loss_fn(rows)
             step.scale(loss if gradient_factor == 1 else loss * gradient_factor).backward()
         losses.append(loss.detach())

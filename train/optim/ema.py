@@ -74,9 +74,9 @@ class Ema:
     def _swap(self, weights: dict[str, torch.Tensor]) -> None:
         for name, average in self._averages.items():
             weight, average = local_part(weights[name].detach()), local_part(average)
-            previous = weight.clone()
+            previous_weight = weight.clone()
             weight.copy_(average)
-            average.copy_(previous)
+            average.copy_(previous_weight)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -54,16 +54,16 @@ class ForeachOptimizer(Optimizer):
             # The device decides: to skip a step, it restores copies that were made before the update. Parameters are
             # updated in buckets, because copies of all tensors might not fit into memory.
             for bucket in buckets(parameters):
-                changed = [local_part(parameter) for parameter in bucket]
+                changed_tensors = [local_part(parameter) for parameter in bucket]
                 for parameter in bucket:
                     state = self.state[parameter]
                     for name, value in state.items():
                         # A step count on the CPU cannot depend on the device's decision.
                         state[name] = send(value, parameter.device)
-                        changed.append(local_part(state[name]))
-                copies = [tensor.clone() for tensor in changed]
+                        changed_tensors.append(local_part(state[name]))
+                copies = [tensor.clone() for tensor in changed_tensors]
                 self.update(bucket, group)
-                for tensor, copy in zip(changed, copies, strict=True):
+                for tensor, copy in zip(changed_tensors, copies, strict=True):
                     torch.where(self.found_inf == 0, tensor, copy, out=tensor)
 
 

@@ -46,10 +46,12 @@ def parameter_groups(
     Args:
         adapts_all: True to apply LAMB's trust ratio to all tensors of the model, not only to tensors with weight decay.
     """
-    trained = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    heights = layers_above(trained, depths=block_counts(model))
+    trained_parameters = {
+        plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    heights = layers_above(trained_parameters, depths=block_counts(model))
     groups: dict[tuple[int, bool], dict[str, Any]] = {}
-    for name, parameter in trained.items():
+    for name, parameter in trained_parameters.items():
         decays = parameter.ndim >= 2 and not _EMBEDDING.search(name)
         # Without layer-wise decay, all layers share the same groups.
         height = heights[name] if layer_decay != 1 else 0

@@ -114,19 +114,19 @@ def _summary(opened: OpenedRun) -> str:
 
 
 def _usage_example(opener: str, *, folder: str) -> str:
-    quoted, local = json.dumps(folder), json.dumps(f"local-dir:{folder}")
+    folder_text, local_text = json.dumps(folder), json.dumps(f"local-dir:{folder}")
     if match := re.match(r"(\w+)\.from_pretrained", opener):
-        lines = [f"from transformers import {match[1]}", "", f"model = {match[1]}.from_pretrained({quoted})"]
+        lines = [f"from transformers import {match[1]}", "", f"model = {match[1]}.from_pretrained({folder_text})"]
     elif opener.startswith("create_model"):
         lines = [
             "import open_clip",
             "",
-            f"model, _, preprocess = open_clip.create_model_and_transforms({local})",
-            f"tokenizer = open_clip.get_tokenizer({local})",
+            f"model, _, preprocess = open_clip.create_model_and_transforms({local_text})",
+            f"tokenizer = open_clip.get_tokenizer({local_text})",
         ]
     else:
         lines = [f"# {opener}"]
-    code = ["from clipmill import load_model", "", f"model = load_model({quoted})"]
+    code = ["from clipmill import load_model", "", f"model = load_model({folder_text})"]
     return "\n".join(
         [
             "```python",

@@ -77,18 +77,18 @@ def speed_ups(cards: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         counts = {run: num_processes(cards[run]["facts"]) for run in group if "samples_per_s" in cards[run]["summary"]}
         if len(set(counts.values())) < 2:
             continue
-        fewest = min(counts, key=counts.__getitem__)
-        speed = cards[fewest]["summary"]["samples_per_s"]
+        reference_run = min(counts, key=counts.__getitem__)
+        speed = cards[reference_run]["summary"]["samples_per_s"]
         for run, count in counts.items():
             factor = cards[run]["summary"]["samples_per_s"] / speed
-            texts[run] = f"{factor:.2f} x ({count_noun(count, 'process', 'processes')} against {counts[fewest]})"
+            texts[run] = f"{factor:.2f} x ({count_noun(count, 'process', 'processes')} against {counts[reference_run]})"
     return texts
 
 
 def num_processes(facts: Mapping[str, Any]) -> int:
     """Return the number of processes of a run; 1 if run.json does not record the number."""
-    first = str(facts.get("processes", "1")).partition(",")[0]
-    return int(first) if first.isdecimal() else 1
+    count_text = str(facts.get("processes", "1")).partition(",")[0]
+    return int(count_text) if count_text.isdecimal() else 1
 
 
 def mean_text(cells: Sequence[Cell]) -> str:
@@ -160,9 +160,9 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
     """
     require_page_path(out, flag="--out")
     paths = [local_folder(run) for run in runs]
-    omitted = [path for path in paths if path.exists() and not RunFolder(path).settings.is_file()]
+    omitted_paths = [path for path in paths if path.exists() and not RunFolder(path).settings.is_file()]
     cards = []
-    for path in paths if len(omitted) == len(paths) else [path for path in paths if path not in omitted]:
+    for path in paths if len(omitted_paths) == len(paths) else [path for path in paths if path not in omitted_paths]:
         run = open_run(path)
         page = page_of(run)
         # Show the first result that has captioned frames, and its data if these are not the run's own data.
@@ -194,7 +194,7 @@ def write_overview(runs: Sequence[str | Path], out: Path, *, links: Sequence[Pat
         curves=curves,
         charts=chart_values(curves),
     )
-    return omitted
+    return omitted_paths
 
 
 def _compare_results(cards: Sequence[Mapping[str, Any]]) -> list[ComparisonTable]:

@@ -129,8 +129,8 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], groups_of_metrics: Sequen
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
-        split, _, short = name.partition("/")
-        title, label = _chart_of(short, groups_of_metrics)
+        split, _, metric = name.partition("/")
+        title, label = _chart_of(metric, groups_of_metrics)
         groups.setdefault((split, title), {})[name] = label
     order = [group.title for group in groups_of_metrics]
     curves = []
@@ -158,8 +158,8 @@ def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
             for run, curve in pairs
             for line in curve.lines
         )
-        first = pairs[0][1]
-        overlays.append(Curve(title, lines, is_noisy=first.is_noisy, from_zero=first.from_zero))
+        first_curve = pairs[0][1]
+        overlays.append(Curve(title, lines, is_noisy=first_curve.is_noisy, from_zero=first_curve.from_zero))
     return overlays
 
 
@@ -175,8 +175,8 @@ def _chart_of(name: str, groups: Sequence[CurveGroup]) -> tuple[str, str]:
 def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 0.0) -> list[tuple[float, float]]:
     """Return pairs of step and finite value. Values closer to 0 than `rounding` become 0."""
     values = ((float(line["step"]), value(line)) for line in lines)
-    finite = ((step, number) for step, number in values if number is not None and math.isfinite(number))
-    return [(step, 0.0 if abs(number) < rounding else number) for step, number in finite]
+    pairs = ((step, number) for step, number in values if number is not None and math.isfinite(number))
+    return [(step, 0.0 if abs(number) < rounding else number) for step, number in pairs]
 
 
 _FOLDER = Path(__file__).parent
@@ -321,14 +321,14 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     later_lines = lines[1:] or lines
     took_s = sum(line["step_s"] for line in later_lines)
     waited_s = sum(line["data_wait_s"] for line in later_lines)
-    last = lines[-NUM_LAST:]
+    last_lines = lines[-NUM_LAST:]
     memory_gb = [line["gpu_memory_gb"] for line in lines if "gpu_memory_gb" in line]
     mfu = [line["mfu"] for line in later_lines if "mfu" in line]
     return {
         "num_steps": lines[-1]["step"],
         "first_loss": lines[0]["loss"],
-        "last_loss": sum(line["loss"] for line in last) / len(last),
-        "num_last": len(last),
+        "last_loss": sum(line["loss"] for line in last_lines) / len(last_lines),
+        "num_last": len(last_lines),
         "took": duration_text(sum(line["step_s"] for line in lines)),
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in later_lines) / took_s,
         "wait_share": waited_s / took_s,
@@ -352,9 +352,9 @@ def _weights(report: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for (kind, name, why), changes in groups.items():
         row = {"kind": kind, "name": name, "why": why, "count": len(changes)}
-        for side in ("old", "new"):
-            shape = changes[0].get(side)
-            row[side] = "" if shape is None else " x ".join(map(str, shape)) or "one number"
+        for key in ("old", "new"):
+            shape = changes[0].get(key)
+            row[key] = "" if shape is None else " x ".join(map(str, shape)) or "one number"
         rows.append(row)
     return {"source": report["source"], "num_copied": report["num_copied"], "rows": rows}
 

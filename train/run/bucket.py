@@ -98,7 +98,7 @@ def upload_periodically(upload: Callable[[], object]) -> Iterator[None]:
 
     def run_uploads() -> None:
         while not is_over.wait(PERIOD_S):
-            with suppress(OSError, UserError):  # the next upload contains everything
+            with suppress(OSError, UserError):  # the next upload includes the same lines
                 upload()
 
     thread = threading.Thread(target=run_uploads, name="uploads of growing files", daemon=True)

@@ -288,18 +288,18 @@ def check_fits(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torc
     Raises:
         UserError: A stored tensor is missing, unexpected, or of a different shape.
     """
-    stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
-    missing = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in stored]
-    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in tensors]
+    stored_entries = {name: entry for name, entry in table.items() if name.startswith(prefix)}
+    missing = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in stored_entries]
+    unexpected = [f"{name} {entry['size']}" for name, entry in stored_entries.items() if name not in tensors]
     reshaped = [
-        f"{name} {stored[name]['size']} instead of {list(tensor.shape)}"
+        f"{name} {stored_entries[name]['size']} instead of {list(tensor.shape)}"
         for name, tensor in tensors.items()
-        if name in stored and stored[name]["size"] != list(tensor.shape)
+        if name in stored_entries and stored_entries[name]["size"] != list(tensor.shape)
     ]
     parts = [
-        f"{what}: {', '.join(names[:_MAX_SHOWN])}"
+        f"{label}: {', '.join(names[:_MAX_SHOWN])}"
         + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of a different shape", reshaped))
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("of a different shape", reshaped))
         if names
     ]
     if parts:
@@ -394,8 +394,8 @@ def removal_hint(path: Path) -> str:
     return f"remove this checkpoint; {earlier[-1].name} is then used instead"
 
 
-def _unreadable_error(path: Path, why: str) -> UserError:
+def _unreadable_error(path: Path, reason: str) -> UserError:
     return UserError(
-        f"checkpoint {path} cannot be read: {why}",
+        f"checkpoint {path} cannot be read: {reason}",
         hint=removal_hint(path),
     )

@@ -1,4 +1,4 @@
-"""Write checkpoints asynchronously: copy the tensors to the CPU, write them in a thread, and publish them by a rename.
+"""Write checkpoints asynchronously: copy the tensors to the CPU, write them in a thread, and rename the folder.
 
 Buckets do not support renames. Each rank therefore uploads its part, and rank 0 uploads checkpoint.json last.
 """
@@ -87,8 +87,8 @@ class CheckpointWriter:
             FailedWork: A rank could not write the previous checkpoint.
         """
         self.wait()
-        staged = self._storage.stage(tensors)
-        self._writing = self._thread.submit(self._write, staged, metadata, write_extras)
+        staged_tensors = self._storage.stage(tensors)
+        self._writing = self._thread.submit(self._write, staged_tensors, metadata, write_extras)
 
     def wait(self) -> None:
         """Block until the last checkpoint has been written.
@@ -119,21 +119,21 @@ class CheckpointWriter:
         """Shut down the writing thread after its current work. This method must also be called after a failure."""
         self._thread.shutdown(wait=True)
 
-    def is_best(self, numbers: Mapping[str, float]) -> bool:
-        """Return True if the selected metric is better in `numbers` than in every existing checkpoint."""
-        if self._best is None or self._best not in numbers:
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return True if the selected metric is better in `metrics` than in every existing checkpoint."""
+        if self._best is None or self._best not in metrics:
             return False
         self.wait()
-        score = self._sign * numbers[self._best]
+        score = self._sign * metrics[self._best]
         return self._world.first(lambda: all(score > saved for saved in self._scores().values()))
 
     def _write(
-        self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata, write_extras: Callable[[], object]
+        self, staged_tensors: dict[str, torch.Tensor], metadata: CheckpointMetadata, write_extras: Callable[[], object]
     ) -> None:
         final = self._folder / checkpoint_name(metadata.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
         part = temporary / self._part
-        table = self._storage.write(part, staged)
+        table = self._storage.write(part, staged_tensors)
         facts = {part.name: file_facts(part)}
         files = {name: entry for rank_facts in self._storage.gather(facts) for name, entry in rank_facts.items()}
         folder = temporary
@@ -176,11 +176,11 @@ class CheckpointWriter:
         scores: dict[int, float] = {}
         for step, path in all_checkpoints(self._folder).items() if self._best is not None else ():
             try:
-                numbers = content_of(path)["numbers"]
+                metrics = content_of(path)["numbers"]
             except (OSError, ValueError, KeyError):
                 continue  # a damaged checkpoint is never the best; reading it reports the damage
-            if self._best in numbers:
-                scores[step] = self._sign * float(numbers[self._best])
+            if self._best in metrics:
+                scores[step] = self._sign * float(metrics[self._best])
         return scores
 
 
@@ -220,7 +220,7 @@ def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float
 def _publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name.
 
-    If an intact checkpoint with this name exists already, it is kept, and the new checkpoint is deleted.
+    If an intact checkpoint with this name already exists, it is kept, and the new checkpoint is deleted.
     """
     sync(temporary)
     if final.exists():
@@ -260,6 +260,6 @@ def _describe_error(error: BaseException | None) -> str:
     for cause, _ in getattr(error, "failures", {}).values():
         return _describe_error(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" while {error.filename} was written" if error.filename else ""
-        return f"the disk is full{where} ({error.strerror}); free some space and continue with --resume"
+        location = f" while {error.filename} was written" if error.filename else ""
+        return f"the disk is full{location} ({error.strerror}); free some space and continue with --resume"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

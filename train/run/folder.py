@@ -7,7 +7,7 @@
     checkpoints/step_*/       checkpoints (clipmill.train.run.checkpoint)
     evaluations/*.json        results of `train eval`
     evaluations/*.coco.json   generated captions in COCO's results format
-    evaluations/former/       results that were replaced by results for a different checkpoint, variant or flag
+    evaluations/former/       earlier results from a different checkpoint, variant or set of flags
     index.html                results page
 
 Only complete lines are appended to the two .jsonl files. When a run is resumed, lines that were written after the
@@ -35,8 +35,8 @@ from clipmill.train.config.files import load_settings, read_values, save_setting
 from clipmill.train.config.shards import Shards, absolute_address, folders_of, normalise_address
 from clipmill.train.config.training import NEW_RUN, RESUME_HINT, TrainingSettings, require_same, weight_settings
 
-# Evaluation results. The file of a result is named after its evaluation. For data other than the run's own, the file
-# name also contains the name of the data folder and a hash of its address.
+# Evaluation results. A result file is named after the evaluation. For data other than the run's own, the file name also
+# contains the name of the data folder and a hash of its address.
 
 _MAX_DATA_NAME = 40
 # Fields of a result that identify the evaluated weights and data, and the overridden settings.
@@ -101,11 +101,11 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
     forms = {"num_frames": "-{}-frames", "sampling": "-{}", "size_px": "-{}px"}
     suffix, groups = "", dict[str, list[str]]()
     for name, value in differences.items():
-        group, _, inner = name.partition(".")
+        group, _, setting = name.partition(".")
         if name in forms:
             suffix += forms[name].format(value)
         else:
-            groups.setdefault(group, []).append(f"{inner} {value}" if inner else str(value))
+            groups.setdefault(group, []).append(f"{setting} {value}" if setting else str(value))
     for group, texts in groups.items():
         suffix += f"-{group}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:8]}"
     return suffix
@@ -242,9 +242,9 @@ class RunFolder:
         """
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not is_same_evaluation(previous := read_object(path), result):
+        if path.exists() and not is_same_evaluation(previous_result := read_object(path), result):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-            former = path.parent / FORMER / f"{path.stem}-step-{previous.get('step')}-{digest}"
+            former = path.parent / FORMER / f"{path.stem}-step-{previous_result.get('step')}-{digest}"
             former.parent.mkdir(exist_ok=True)
             for file in sorted(path.parent.glob(f"{glob.escape(path.stem)}.*")):
                 rename(file, former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
@@ -335,12 +335,12 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
     from clipmill.train.run.checkpoint import all_checkpoints
 
     run = open_run(settings.out)
-    old = load_settings(run.settings, type(settings))
+    old_settings = load_settings(run.settings, type(settings))
     checkpoints, hint = all_checkpoints(run.checkpoints), RESUME_HINT
     if checkpoints:
-        require_trained_with(checkpoints[max(checkpoints)], old, file=run.settings)
-        hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old.steps else RESUME_HINT
-    require_same(weight_settings(old), weight_settings(settings), where=f"the run in {run.path}", hint=hint)
+        require_trained_with(checkpoints[max(checkpoints)], old_settings, file=run.settings)
+        hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old_settings.steps else RESUME_HINT
+    require_same(weight_settings(old_settings), weight_settings(settings), where=f"the run in {run.path}", hint=hint)
     return run
 
 
@@ -439,8 +439,8 @@ def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[di
         UserError: A line is damaged, or was not written by clipmill.
     """
     try:
-        kept = [value for value in read_lines(path) if belongs(value)]
+        kept_values = [value for value in read_lines(path) if belongs(value)]
     except (KeyError, TypeError) as error:
         raise UserError(f"a line of {path} was not written by clipmill: {error}", hint="remove that line") from error
-    publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
-    return kept
+    publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept_values).encode())
+    return kept_values

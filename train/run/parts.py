@@ -84,8 +84,8 @@ def _shorten(*values: object) -> list[str]:
     texts = [str(value) for value in values]
     if max(map(len, texts)) <= _MAX_FULL:
         return texts
-    first = next((index for index, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
-    start = max(0, first - _LEAD)
+    difference_start = next((index for index, pair in enumerate(zip_longest(*texts)) if len(set(pair)) > 1), 0)
+    start = max(0, difference_start - _LEAD)
     end = start + _MAX_SHOWN
     return [f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}" for text in texts]
 

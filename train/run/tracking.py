@@ -340,7 +340,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: Any) -> Any:
+def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **options: Any) -> Any:
     """Create or continue the W&B run with this ID; raise a UserError if W&B cannot be reached."""
     import wandb
 
@@ -353,7 +353,7 @@ def _open_wandb(track: TrackSettings, run: RunFolder, *, run_id: str, **more: An
             mode="offline" if track.wandb == "offline" else None,
             resume="allow",
             settings=wandb.Settings(silent=True),
-            **more,
+            **options,
         )
     except wandb.errors.Error as error:
         raise UserError(

@@ -39,13 +39,15 @@ def evaluated_data(settings: ClipSettings) -> list[str]:
 
 def variants_facts(settings: ClipSettings, *, columns: Sequence[str]) -> dict[str, Any]:
     """Return the entries of run.json about the variants that a run reads for training and for evaluations."""
-    evaluated = evaluated_data(settings)
-    evaluated_variants = _variants_of(evaluated, settings.evaluate.where, columns=columns, cache=settings.cache)
+    evaluated_addresses = evaluated_data(settings)
+    evaluated_variants = _variants_of(
+        evaluated_addresses, settings.evaluate.where, columns=columns, cache=settings.cache
+    )
     return {
         VARIANTS_FACT: _variants_of(settings.folders, settings.selection, columns=columns, cache=settings.cache),
         **(
-            {EVALUATED_FACT: dict(zip(map(normalise_address, evaluated), evaluated_variants, strict=True))}
-            if evaluated
+            {EVALUATED_FACT: dict(zip(map(normalise_address, evaluated_addresses), evaluated_variants, strict=True))}
+            if evaluated_addresses
             else {}
         ),
     }
@@ -110,7 +112,7 @@ def reading_variants_of_run(
         for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
         if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
-    chosen = choose_variants(
+    chosen_variants = choose_variants(
         [folder for folder, _ in pairs] or ([shards] if names and shards is not None else []),
         names,
         recorded=[variants for _, variants in pairs],
@@ -118,7 +120,7 @@ def reading_variants_of_run(
         subject=str(weights),
         print_note=say,
     )
-    with reading_variants(chosen):
+    with reading_variants(chosen_variants):
         yield
 
 

@@ -198,11 +198,11 @@ def _caption_tables(samples: Samples[ClipReader], row_of_sample: NDArray[np.int6
 
 def _location_columns(samples: Samples[ClipReader], rows: NDArray[np.int64], *, paths: pa.Array) -> list[Any]:
     """Return five columns: key, video, path, and start and end in seconds of each clip."""
-    chunks, first = samples.reader.chunks, samples.table.first_part[rows]
+    chunks, first_chunks = samples.reader.chunks, samples.table.first_part[rows]
     begin_us, end_us = samples.span_us(rows)
-    video_row = pa.array(chunks.table.video_row[first])
+    video_row = pa.array(chunks.table.video_row[first_chunks])
     videos = chunks.video_ids.take(video_row).cast(pa.string())
-    starts = chunks.table.start_ms[first].tolist()
+    starts = chunks.table.start_ms[first_chunks].tolist()
     keys = [chunk_key(video, start) for video, start in zip(videos.to_pylist(), starts, strict=True)]
     return [keys, videos, paths.take(video_row), begin_us / 1e6, end_us / 1e6]
 

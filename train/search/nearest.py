@@ -135,8 +135,8 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     return matrix
 
 
-def _merge_block(best: NearestRows, first: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
-    """Return the best rows of the earlier blocks and of the next block, which starts at row `first`."""
+def _merge_block(best: NearestRows, first_row: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
+    """Return the best rows of the earlier blocks and of the next block, which starts at row `first_row`."""
     if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
         return best
     rows, scores = [], []
@@ -146,7 +146,7 @@ def _merge_block(best: NearestRows, first: int, score_QR: NDArray[np.float32], *
         if len(new_rows) > count:
             threshold = np.partition(score_R[new_rows], -count)[-count]
             new_rows = new_rows[score_R[new_rows] >= threshold]
-        row = np.concatenate([best_row_K, first + new_rows])
+        row = np.concatenate([best_row_K, first_row + new_rows])
         score = np.concatenate([best_K, score_R[new_rows]])
         order = np.lexsort((row, -score))[:count]
         rows.append(row[order])

@@ -120,10 +120,10 @@ def _encode(
 
     record, clip = folder.record["weights"], folder.record["clip"]
     source = str(record["source"]) if weights is None else weights
-    shown = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
+    clip_settings = {name: clip[name] for name in ("num_frames", "sampling", "size_px")}
     try:
         with Activity(f"loading {source}"):
-            model = load_model(source, device=device, **shown)
+            model = load_model(source, device=device, **clip_settings)
     except UserError as error:
         error.add_hint("if the weights have moved, pass their location with --weights")
         raise

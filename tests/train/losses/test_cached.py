@@ -72,7 +72,7 @@ def test_only_the_last_microbatch_is_synced() -> None:
         asked.append(is_last)
         return nullcontext()
 
-    step = Step(number=1, microbatch=2, synced=note_sync)
+    step = Step(number=1, microbatch=2, sync_context=note_sync)
     objective_of(settings_of("infonce")).backward(Towers(dropout=0.0), batch_of(0), step)
     assert asked == [False, False, True]
 

@@ -241,7 +241,7 @@ def test_the_page_names_clips_that_are_damaged_or_over_its_budget(
     # A single frame of one of the two clips in the damaged chunk lies in a different chunk.
     num_missing = page.count("not available: ")
     assert len(videos_of(page)) == 1 and num_missing in (1, 2)
-    assert page.count('<img class="still"') == page.count("; a picture, because the videos") == 8 - num_missing
+    assert page.count('<img class="still"') == page.count("; shown as an image, because the videos") == 8 - num_missing
     # A page is replaced, but a different file is not.
     search(embedded_clips, "it begins", "--page", path)
     path.write_text("mine")

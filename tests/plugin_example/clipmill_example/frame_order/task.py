@@ -150,7 +150,7 @@ class FrameOrderLoss(Objective):
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         clips, reversed_B = self._task.inputs(batch)
-        with step.synced(True), step.seed_generators(0):
+        with step.sync_context(True), step.seed_generators(0):
             with step.autocast():
                 logits_B = model(clips)
             loss = nn.functional.binary_cross_entropy_with_logits(logits_B.float(), reversed_B)
