@@ -118,7 +118,7 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Assign IDs to new captions. A caption that equals one of the replaced captions keeps the ID of that caption.
+    """Assign IDs to new captions. A new caption that equals a replaced caption gets its ID.
 
     Args:
         is_replaced: Function that selects the previous captions to replace. None replaces no captions.
@@ -142,7 +142,7 @@ def stable_ids(
 
 
 def _common_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint in all three tables, or None if they cannot be read or are from different writes."""
+    """Return the fingerprint that all three tables contain, or None if they differ or a table cannot be read."""
     fingerprints = set()
     for name in TABLE_FILES:
         try:
@@ -167,16 +167,16 @@ def reject_taken_ids(
     is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
     if not pc.any(is_taken).as_py():
         return videos, captions, rejected
-    removed, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
-    owner = find_rows(captions["video_id"], removed["video_id"])
-    num_lost = np.bincount(owner[owner >= 0], minlength=removed.num_rows)
+    removed_videos, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
+    owner = find_rows(captions["video_id"], removed_videos["video_id"])
+    num_lost = np.bincount(owner[owner >= 0], minlength=removed_videos.num_rows)
     rows = pa.table(
         {
-            "dataset": [dataset] * removed.num_rows,
-            "file": removed["path"],
-            "row": pa.nulls(removed.num_rows, pa.int64()),
-            "source_id": removed["source_id"],
-            "reason": [Reason.DUPLICATE_ID.value] * removed.num_rows,
+            "dataset": [dataset] * removed_videos.num_rows,
+            "file": removed_videos["path"],
+            "row": pa.nulls(removed_videos.num_rows, pa.int64()),
+            "source_id": removed_videos["source_id"],
+            "reason": [Reason.DUPLICATE_ID.value] * removed_videos.num_rows,
             "detail": [f"another dataset has a video with the same ID; captions lost: {count}" for count in num_lost],
         },
         schema=REJECTED,

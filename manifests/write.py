@@ -152,10 +152,10 @@ def write_manifest(
     all_further = FurtherCaptions.read(old)
     kept_ids = pa.chunked_array([*other_ids.chunks, *new_videos["video_id"].chunks], pa.string())
     kept_further = all_further.select_videos(kept_ids)
-    removed = dataset_ids.filter(pc.invert(pc.is_in(dataset_ids, value_set=videos["video_id"].combine_chunks())))
-    if not allows_removal and len(removed) > _MAX_REMOVED_FRACTION * len(dataset_ids):
+    removed_ids = dataset_ids.filter(pc.invert(pc.is_in(dataset_ids, value_set=videos["video_id"].combine_chunks())))
+    if not allows_removal and len(removed_ids) > _MAX_REMOVED_FRACTION * len(dataset_ids):
         raise _removal_error(
-            removed.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(kept_further)
+            removed_ids.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(kept_further)
         )
     all_videos = replace_dataset(old.videos, kept_further.add_to_videos(new_videos), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
@@ -202,7 +202,7 @@ def write_manifest(
     splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
     num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
-    num_kept = len(dataset_ids) - len(removed)
+    num_kept = len(dataset_ids) - len(removed_ids)
     return WriteResult(
         folder=folder,
         dataset=dataset,
@@ -212,7 +212,7 @@ def write_manifest(
         num_rejected=reasons,
         num_files_rejected=rejected["row"].null_count,
         num_videos_added=videos.num_rows - num_kept,
-        num_videos_removed=len(removed),
+        num_videos_removed=len(removed_ids),
         num_splits_changed=count_changed_splits(old.videos, new_videos),
         num_captions_added=num_added,
         num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
@@ -222,15 +222,16 @@ def write_manifest(
     )
 
 
-def _removal_error(removed: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
+def _removal_error(removed_ids: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
     """Return the error for a write that would remove too many videos."""
-    more = f", and {len(removed) - _MAX_LISTED:,} more" if len(removed) > _MAX_LISTED else ""
+    ids = ", ".join(removed_ids[:_MAX_LISTED])
+    more = f", and {len(removed_ids) - _MAX_LISTED:,} more" if len(removed_ids) > _MAX_LISTED else ""
     captions = f", and with them {count_noun(num_further, 'caption')} from added sources" if num_further else ""
     return UserError(
-        f"{len(removed):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest{captions}: "
-        f"{', '.join(removed[:_MAX_LISTED])}{more}",
+        f"{len(removed_ids):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest "
+        f"({ids}{more}){captions}",
         hint="check that the folder and the tables are correct; the manifest was not changed. If the videos were "
-        "removed or renamed on purpose, add --yes; their chunks stay on disk until you run prep gc",
+        "removed or renamed on purpose, add --yes; their chunks stay on disk until you run `prep gc`",
     )
 
 
@@ -317,7 +318,7 @@ class FurtherResult:
         num_captions: Number of captions in the new tables, by source.
         num_added: Number of captions that were not in the manifest before, by source.
         num_removed: Number of previous captions that are not in the new tables, by source.
-        num_stale: Number of captions of earlier versions of a source that were replaced, by version.
+        num_stale: Number of replaced captions from earlier versions of a source, by version.
     """
 
     folder: Path

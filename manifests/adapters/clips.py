@@ -125,23 +125,31 @@ def read_msrvtt(
     tables = [path for path in annotations if path.suffix.lower() == ".csv"]
     infos = [_read_info(builder, path) for path in annotations if path not in tables]
     categories = {name: video.category for info in infos for name, video in info.videos.items()}
-    listed = _add_tables(builder, videos, tables, categories=categories)
-    if tables and infos and not listed:
+    listed_videos = _add_tables(builder, videos, tables, categories=categories)
+    if tables and infos and not listed_videos:
         hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or omit {infos[0].path.name}"
         raise UserError(f"no CSV file lists videos whose captions are in {infos[0].path}", hint=hint)
-    if listed and not infos:
+    if listed_videos and not infos:
         hint = "add the JSON file with the captions of these videos"
-        raise UserError(f"{next(iter(listed.values()))[0]} lists videos without captions", hint=hint)
-    unseen = dict(listed)
+        raise UserError(f"{next(iter(listed_videos.values()))[0]} lists videos without captions", hint=hint)
+    unseen_videos = dict(listed_videos)
     for info in infos:
         for row, entry in enumerate(info.sentences):
             video_id = entry.get("video_id") if isinstance(entry, dict) else None
             if not isinstance(video_id, str):
                 detail = f"not an object with a video_id: {quote_value(entry)}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(info.path), row=row, detail=detail)
-            elif not tables or video_id in listed:
-                _add_sentence(builder, videos, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
-    for video_id, (path, number) in unseen.items():
+            elif not tables or video_id in listed_videos:
+                _add_sentence(
+                    builder,
+                    videos,
+                    info,
+                    entry,
+                    row=row,
+                    list_row=listed_videos.get(video_id),
+                    unseen_videos=unseen_videos,
+                )
+    for video_id, (path, number) in unseen_videos.items():
         detail = "the JSON files contain no sentence for this video"
         builder.reject(Reason.EMPTY_CAPTION, file=str(path), row=number, source_id=video_id, detail=detail)
     return builder.build()
@@ -182,8 +190,8 @@ def _add_tables(
     Returns:
         The file and row of each video that is listed without a caption, by video ID.
     """
-    listed: dict[str, tuple[Path, int]] = {}
-    captioned = set()
+    listed_videos: dict[str, tuple[Path, int]] = {}
+    captioned_ids = set()
     for path in tables:
         split = split_of_list(path, example=_TEST_LIST)
         for row in read_csv(path, required=["video_id"]):
@@ -191,19 +199,19 @@ def _add_tables(
             if row.fault is not None:
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
             elif "sentence" not in row.values:
-                listed.setdefault(video_id, (path, row.number))
+                listed_videos.setdefault(video_id, (path, row.number))
             else:
-                captioned.add(video_id)
+                captioned_ids.add(video_id)
                 video = videos.index_of(video_id, split=split, file=path, row=row.number)
                 if video is not None:
                     labels = {"label_category": categories.get(video_id)}
                     origin = Origin(path, SOURCE, row.number)
                     builder.add_caption(video, row.values["sentence"], origin, labels=labels)
-    for video_id in [video_id for video_id in listed if video_id in captioned]:
-        path, number = listed.pop(video_id)
+    for video_id in [video_id for video_id in listed_videos if video_id in captioned_ids]:
+        path, number = listed_videos.pop(video_id)
         detail = "its only caption is in a row of another CSV file"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=number, source_id=video_id, detail=detail)
-    return listed
+    return listed_videos
 
 
 def _add_sentence(
@@ -213,21 +221,21 @@ def _add_sentence(
     entry: dict[str, Any],
     *,
     row: int,
-    listed: tuple[Path, int] | None,
-    unseen: dict[str, tuple[Path, int]],
+    list_row: tuple[Path, int] | None,
+    unseen_videos: dict[str, tuple[Path, int]],
 ) -> None:
     video_id = entry["video_id"]
     facts = info.videos.get(video_id, _UNKNOWN)
-    is_first = unseen.pop(video_id, None) is not None
+    is_first = unseen_videos.pop(video_id, None) is not None
     if facts.reason is not None:
         builder.count_lost_captions(video_id, file=info.path, reason=facts.reason, detail=facts.detail)
         return
-    split = facts.split if listed is None else split_of_list(listed[0], example=_TEST_LIST)
+    split = facts.split if list_row is None else split_of_list(list_row[0], example=_TEST_LIST)
     video = videos.index_of(video_id, split=split, file=info.path, row=row)
     if video is None:
         return
-    if is_first and listed is not None:
-        builder.count_row(listed[0])
+    if is_first and list_row is not None:
+        builder.count_row(list_row[0])
     labels = {"label_category": facts.category}
     origin = Origin(info.path, SOURCE, row, field="caption")
     builder.add_caption(video, entry.get("caption"), origin, labels=labels)

@@ -168,18 +168,18 @@ def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: P
         half_length_s = None if beta_s is None else beta_s / (2 * alpha_s)
         for name, rows in narrations.items():
             times_s = _times(rows)
-            usable = _usable_rows(
+            usable_rows = _usable_rows(
                 builder, rows, times_s, half_length_s=half_length_s, path=path, source_id=source_id, pass_name=name
             )
-            if usable and half_length_s is not None:
-                texts = [_field(rows[row], "narration_text", "text").strip() for row in usable]
+            if usable_rows and half_length_s is not None:
+                texts = [_field(rows[row], "narration_text", "text").strip() for row in usable_rows]
                 builder.add_captions(
                     video,
                     texts=pa.array(texts, pa.string()),
                     source=name,
                     file=path,
-                    begin_s=np.maximum(times_s[usable] - half_length_s, 0.0),
-                    end_s=times_s[usable] + half_length_s,
+                    begin_s=np.maximum(times_s[usable_rows] - half_length_s, 0.0),
+                    end_s=times_s[usable_rows] + half_length_s,
                 )
 
 
@@ -243,7 +243,7 @@ def _usable_rows(
         times_s: Timestamps in seconds, float64[N].
         half_length_s: Half the length of the intervals in seconds; None if the rule cannot be applied.
     """
-    usable = []
+    usable_rows = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
         text = _field(narration, "narration_text", "text")
         if not isinstance(text, str) or not is_encodable(text):
@@ -259,10 +259,10 @@ def _usable_rows(
             reason = Reason.NO_INTERVAL
             detail = "the interval rule requires two narrations with different timestamps"
         else:
-            usable.append(row)
+            usable_rows.append(row)
             continue
         builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{pass_name}: {detail}")
-    return usable
+    return usable_rows
 
 
 def _add_pickled_list(

@@ -93,10 +93,10 @@ def read_folder(
     else:
         scan = builder.scan(directory, skip=skip, companions=SUFFIXES)
     files = scan.files
-    usable = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
+    usable_files = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
     video_indices: dict[str, int | None] = {}
     owners: dict[str, VideoFile] = {}
-    for file, source_id in zip(usable, file_ids(usable, known=known or {}), strict=True):
+    for file, source_id in zip(usable_files, file_ids(usable_files, known=known or {}), strict=True):
         split = split_of_folders(file.relative)
         video_indices[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
         if source_id == file.source_id:

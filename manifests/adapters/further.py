@@ -102,7 +102,7 @@ def read_caption_tables(
 
 
 class _Videos:
-    """Lookup of videos of the manifest by the names in caption tables."""
+    """Lookup of the manifest's videos by the names in caption tables."""
 
     def __init__(self, videos: pa.Table) -> None:
         self.ids: pa.Array = videos["video_id"].combine_chunks()
@@ -230,9 +230,9 @@ class _Reader:
             lambda index: f"likelihood is {likelihood[index]}, expected the logarithm of a probability, 0 or less",
         )
         sources = rows["source"].combine_chunks()
-        unusable = [name for name in pc.unique(sources).to_pylist() if name and source_fault(name)]
+        faulty_sources = [name for name in pc.unique(sources).to_pylist() if name and source_fault(name)]
         reject(
-            pc.is_in(sources, value_set=pa.array(unusable, pa.string())).to_numpy(zero_copy_only=False),
+            pc.is_in(sources, value_set=pa.array(faulty_sources, pa.string())).to_numpy(zero_copy_only=False),
             Reason.BAD_SOURCE,
             lambda index: f"{source_fault(sources[index].as_py())}: use --source NAME",
         )
@@ -247,16 +247,17 @@ class _Reader:
             lambda index: f"begins at {begin_s[index]} s, after the end of the video at {ends_s[index]} s",
         )
         if table.model is not None and self._limits.has_chunk is not None:
-            usable = np.flatnonzero(is_usable)
+            usable_rows = np.flatnonzero(is_usable)
             lacks_chunk = np.zeros(len(rows), bool)
-            lacks_chunk[usable] = ~self._limits.has_chunk(videos[usable], begin_s[usable], end_s[usable])
+            spans = (videos[usable_rows], begin_s[usable_rows], end_s[usable_rows])
+            lacks_chunk[usable_rows] = ~self._limits.has_chunk(*spans)
             reject(
                 lacks_chunk,
                 Reason.MISSING_CHUNK,
                 lambda index: f"the video has no chunk between {begin_s[index]} s and {end_s[index]} s",
             )
-        usable = np.flatnonzero(is_usable)
-        return videos[usable], rows.take(pa.array(usable))
+        usable_rows = np.flatnonzero(is_usable)
+        return videos[usable_rows], rows.take(pa.array(usable_rows))
 
     def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
         """Look up the videos of some captions by names other than the video_id.

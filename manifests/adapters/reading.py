@@ -1,8 +1,8 @@
 """Collect the output of an adapter: videos, captions and rejected rows.
 
 `ReadingBuilder` collects rows without creating a Python object for each row. `AnnotatedVideos` looks up the videos that
-occur in annotations. Annotation files with URLs are downloaded to a temporary folder while an adapter reads them
-(`read_with_local_tables`).
+occur in annotations. Annotation files at URLs are downloaded to a temporary folder for as long as an adapter reads
+them (`read_with_local_tables`).
 """
 
 import tempfile
@@ -193,7 +193,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def count_row(self, file: Location) -> None:
-        """Count a used row without a caption: it adds a video, or its caption is in a different annotation file."""
+        """Count a used row without a caption. It adds a video whose captions, if any, are in a different file."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Location, split: str, size_bytes: int | None = None) -> int | None:
@@ -228,7 +228,7 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the IDs of all added videos in their dataset, by index."""
+        """Return the dataset's IDs of all added videos, by index."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
@@ -285,7 +285,7 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Add many captions of one video, which the caller has validated.
+        """Add many validated captions of one video.
 
         Args:
             texts: Texts, string[N].
@@ -506,7 +506,7 @@ class AnnotatedVideos:
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row does not identify a video")
             return None
-        # Two Unicode forms of a name refer to the same video. Its ID has the form that occurs first.
+        # Two Unicode forms of a name refer to the same video. The ID of the video has the form that occurs first.
         name = compose_unicode(source_id)
         if name not in self._videos:
             self._videos[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))

@@ -224,21 +224,21 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
     """
     missing: Sequence[str] = required
     first_keys: tuple[str, ...] = ()
-    known: dict[tuple[str, ...], dict[str, str]] = {}
-    noted: set[str] = set()
+    columns_of_keys: dict[tuple[str, ...], dict[str, str]] = {}
+    notes: set[str] = set()
 
     def note_once(text: str) -> None:
-        if text not in noted and len(noted) < _MAX_KEY_SETS:
-            noted.add(text)
+        if text not in notes and len(notes) < _MAX_KEY_SETS:
+            notes.add(text)
             note(text)
 
     for row in _rows(path, note=note):
         keys = tuple(row.values)
-        if keys not in known:
-            if len(known) == _MAX_KEY_SETS:
-                known.clear()
-            known[keys] = take_columns(keys, path=path, note=note_once)
-        columns = known[keys]
+        if keys not in columns_of_keys:
+            if len(columns_of_keys) == _MAX_KEY_SETS:
+                columns_of_keys.clear()
+            columns_of_keys[keys] = take_columns(keys, path=path, note=note_once)
+        columns = columns_of_keys[keys]
         if missing and row.fault is None:
             missing, first_keys = missing_columns(columns.values(), missing), first_keys or keys
         yield Row(row.number, {columns[key]: value for key, value in row.values.items() if key in columns}, row.fault)
@@ -298,10 +298,11 @@ def _object_rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
     if not missing_columns(columns_of(list(content)).values(), ("video", "text")):
         yield from _column_rows(content, path=path)
         return
-    if others := [key for key, value in content.items() if not _has_complete_rows(value)]:
-        if len(others) < len(content):
-            content = {key: value for key, value in content.items() if key not in others}
-            omitted = ", ".join(map(quote_value, others[:_MAX_LISTED])) + (", ..." if len(others) > _MAX_LISTED else "")
+    if other_keys := [key for key, value in content.items() if not _has_complete_rows(value)]:
+        if len(other_keys) < len(content):
+            content = {key: value for key, value in content.items() if key not in other_keys}
+            more = ", ..." if len(other_keys) > _MAX_LISTED else ""
+            omitted = ", ".join(map(quote_value, other_keys[:_MAX_LISTED])) + more
             note(f"{path.name}: the rows are under {', '.join(map(quote_value, content))}; not read: {omitted}")
         elif lists := sorted(_LIST_NAMES.intersection(content)):
             raise UserError(

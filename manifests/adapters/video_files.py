@@ -108,7 +108,7 @@ class Scan:
     outward_links: Sequence[tuple[str, str]] = ()
 
     def describe_omitted(self) -> str | None:
-        """Describe how many files were omitted for each extension, in descending order; None if none were omitted."""
+        """Describe how many files were omitted for each extension; return None if no file was omitted."""
         if not self.omitted:
             return None
         ranked = sorted(self.omitted.items(), key=lambda item: (-item[1], item[0]))

@@ -7,7 +7,7 @@
     <folder>/locks/room-<bytes>-...  room that is reserved for a download while a process holds the lock of this file
 
 All locks are flocks, which are released when their process ends. A copy in use has a shared lock. Only unused copies
-are evicted, the least recently used copy first (by mtime, which is updated at each use). Therefore, no evicted copy
+are evicted, starting with the least recently used copy (by mtime, which each use updates). Therefore, no evicted copy
 takes up disk space.
 A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local disks).
 """
@@ -81,7 +81,7 @@ class ObjectCache:
 
     Attributes:
         is_derived: True if the limit is derived from the free disk space.
-        claims: Sizes in bytes of the objects for which this process has claimed room, by name.
+        claims: Size in bytes of each object that this process has claimed room for, by name.
 
     Raises:
         OSError: The folder cannot be created.
@@ -140,7 +140,7 @@ class ObjectCache:
             size_bytes: Size of the object.
             fetch: Function that downloads the object to the given path.
             sha256: Expected SHA-256 of the content, as hexadecimal digits; None if it is unknown.
-            waits: Wait for another process or thread that is downloading the same object. Otherwise, return None.
+            waits: Wait while another process or thread downloads the same object. If False, return None instead.
 
         Raises:
             NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.

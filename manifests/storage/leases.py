@@ -6,8 +6,8 @@ lease by replacing the content with a random number. Each state of the object ha
 etag of an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. The age of a lease is
 the difference between two times of the server, so it does not depend on the clocks of the machines.
 
-`require` is the guard of all requests that change objects (`objects.py`). A lease is trusted if a request that starts
-now ends before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
+`require` guards all requests that change objects (`objects.py`). A lease is trusted if a request that starts now must
+end before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
 process has taken over the lease, `LeaseLost` is raised.
 
 `HeldLeases` contains all leases of a process. A worker checks the leases of its command (`Fence`).
@@ -407,7 +407,7 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, ignored_key: str = "
     Args:
         objects: Objects under the URL that directly contains the leases.
         keys: Pattern of the keys to consider.
-        ignored_key: Key of a lease that is ignored.
+        ignored_key: Key of a lease to ignore.
 
     Raises:
         OSError: The bucket cannot be read or written.

@@ -23,7 +23,7 @@ _MISTYPED = re.compile(r"(s3|gs|az|abfs|https?)(?::/(?!/)|//)(.*)", re.DOTALL)
 
 
 class Mirror(Protocol):
-    """Local folder whose files represent the objects under a URL. `working_copy.WorkingCopy` implements it."""
+    """Local folder whose files represent the objects under a URL; implemented by `working_copy.WorkingCopy`."""
 
     folder: Path
     url: str
@@ -33,7 +33,7 @@ class Mirror(Protocol):
         """True if there are no objects under the URL. The bucket is listed unless this command has listed it before."""
 
     def upload(self, temporary: Path, path: Path) -> None:
-        """Upload the file `temporary` as the object of `path`. The caller renames the file afterwards."""
+        """Upload the file `temporary` as the object for `path`. The caller renames the file afterwards."""
 
     def upload_growing(self, path: Path) -> None:
         """Upload a growing file if it exists and has changed since the last call."""

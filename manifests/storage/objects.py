@@ -13,12 +13,12 @@ listed without obstore, and the rejected names are collected separately, because
 *Changing.* The right to change an object may end while a request is in progress: the lock that a command holds in a
 bucket is a lease (`leases.py`), and a network that drops packets can delay a request for minutes. Therefore,
 
-- each attempt of a request first calls a guard, which raises an error if the right has ended or may end within
-  `stores.WRITE_LIMIT_S`, the time limit of an attempt including obstore's own retries;
+- each attempt to send a request first calls a guard, which raises an error if the right has ended or may end within
+  `stores.WRITE_LIMIT_S`, the time limit for an attempt, including obstore's own retries;
 - a record is written on the condition that the object is still the version that the writer has seen (`put_if`), so that
   a delayed request is rejected after another process has replaced the record.
 
-Attempts with transient failures (5xx, 429, no response) are retried for `RETRY_S`.
+Requests that fail for a transient reason (5xx, 429, no response) are retried for `RETRY_S`.
 """
 
 import errno
@@ -185,7 +185,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 _NUM_BATCHES = 20  # number of deletion requests that obstore sends concurrently
 
 PART_BYTES = 8 * 2**20  # size of the parts in which larger objects are uploaded
-Guard = Callable[[], object]  # function that raises an error if this process must not change objects any more
+Guard = Callable[[], object]  # function that raises an error if this process may no longer change objects
 _T = TypeVar("_T")
 
 
@@ -246,7 +246,7 @@ class Changes:
         except FileNotFoundError:
             raise self._conflict(key) from None
         except (Conflict, NoResponse):
-            # An earlier attempt may have written the object, but its response was lost.
+            # An earlier attempt may have written the object, although its response was lost.
             with suppress(FileNotFoundError):
                 stored, info = self._read(key)
                 if stored == content and info.etag:
@@ -506,7 +506,7 @@ class Objects:
         """Write an object and return its etag. Readers see either the old object or the complete new object.
 
         A conditional write is retried if its response was lost, and the retry may encounter the object that the first
-        attempt wrote. Therefore, a conflict with an object of the same content is not an error.
+        attempt wrote. Therefore, a conflict with an object that has the same content is not an error.
 
         Args:
             content: Content, or the path of a file with the content.
@@ -523,7 +523,7 @@ class Objects:
         return self._changes.put_if(key, content, replaces=None if only_new else replaces, guard=guard)
 
     def replace(self, key: str, content: bytes, *, seen: ObjectInfo | None, old: Path, guard: Guard) -> str:
-        """Write a record if it is still the version that this process has seen, and return the new etag.
+        """Write a record if the stored version is still the one that this process has seen, and return the new etag.
 
         Args:
             seen: Metadata of the version that this process has seen; None if the record did not exist.

@@ -151,7 +151,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _redirect(url: str) -> str | None:
-    """Return the target of a URL's redirect, or None if the server does not redirect it.
+    """Return the target of a URL's redirect, or None if there is no redirect.
 
     If the server rejects HEAD, or the URL is signed for a different method, one byte is requested with GET instead.
     """

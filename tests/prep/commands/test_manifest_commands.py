@@ -137,7 +137,7 @@ def test_a_folder_without_most_of_the_videos_needs_a_yes(
         assert run("folder", videos, "--data", data, *json_flag) == 2
         output = capsys.readouterr()
         assert output.out == "" and "2 of 3 videos of dataset folder would be removed" in output.err
-        assert "and with them 1 caption from added sources: b, c\n" in output.err and "--yes" in output.err
+        assert "(b, c), and with them 1 caption from added sources\n" in output.err and "--yes" in output.err
     assert contents(data) == before
     assert run("folder", videos, "--data", data, "--yes") == 0
     assert read_videos(data)["video_id"].to_pylist() == ["a", "z"]
