@@ -333,17 +333,17 @@ class ClipTask(Generic[Settings, Samples, Model]):
         from clipmill.train.models.transformer import add_adapters, add_library_adapters
 
         lora, module = self._settings.lora, model.get_submodule(tower)
-        frozen = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
+        frozen_ids = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
         if isinstance(module, LibraryTower):
             module.requires_grad_(False)
-            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen=frozen)
+            add_library_adapters(module.model, lora, blocks=module.blocks(), frozen_ids=frozen_ids)
         else:
-            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen=frozen)
+            add_adapters(module, rank=lora.rank, scale=lora.scale, targets=lora.targets, frozen_ids=frozen_ids)
         for parameter_name, parameter in module.named_parameters():
             is_new = (
                 self._start is not None and f"{tower}.{plain_name(parameter_name)}" not in self._start.fitted.tensors
             )
-            if is_new and id(parameter) not in frozen:
+            if is_new and id(parameter) not in frozen_ids:
                 parameter.requires_grad_(True)
 
     def pretrained_towers(self) -> Sequence[Tower]:

@@ -91,7 +91,7 @@ class TextTower(nn.Module):
 
 @cache
 def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
-    """Return CLIP's tokenizer, which converts a text to int64 token IDs [context_length], truncated or zero-padded.
+    """Return CLIP's tokenizer. It converts a text to int64 token IDs [context_length], truncated or zero-padded.
 
     The IDs are the same as open_clip's, and include the start and end tokens. Loader threads call the tokenizer for
     every sample, holding the interpreter lock. Therefore the IDs of words are cached (tokens do not span white space),

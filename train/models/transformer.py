@@ -1,4 +1,4 @@
-"""CLIP's pre-norm transformer with CLIP's parameter names, and low-rank adapters for its layers. All towers use it.
+"""CLIP's pre-norm transformer with CLIP's parameter names, used by all towers, and low-rank adapters for its layers.
 
 Low-rank adapters (LoRA, Hu et al. 2021) compute y = W x + s B A x, where the matrix W is frozen, and A and B are
 trained. The adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to
@@ -114,7 +114,7 @@ class Linear(nn.Linear, Adaptable):
 
 
 def add_adapters(
-    tower: nn.Module, *, rank: int, scale: float, targets: Collection[Target], frozen: Collection[int] = ()
+    tower: nn.Module, *, rank: int, scale: float, targets: Collection[Target], frozen_ids: Collection[int] = ()
 ) -> None:
     """Add adapters to the layers of a tower's blocks, and freeze all other parameters.
 
@@ -124,14 +124,14 @@ def add_adapters(
         scale: Scale s of the adapters.
         targets: Layers to adapt. "attention" means the projections of self- and cross-attention (and TimeSformer's
             `time_proj`), and "mlp" means both layers of the MLPs.
-        frozen: IDs (`id`) of parameters whose layers get no adapters.
+        frozen_ids: IDs (`id`) of parameters whose layers get no adapters.
     """
     layers = {name: module for name, module in tower.named_modules() if isinstance(module, Adaptable)}
     tower.requires_grad_(False)
     for name, layer in layers.items():
         matrix: Tensor = getattr(layer, layer.matrix_name)
         target: Target = "mlp" if ".mlp." in name else "attention"
-        if target in targets and id(matrix) not in frozen:
+        if target in targets and id(matrix) not in frozen_ids:
             layer.lora = LowRank(matrix.shape[1], matrix.shape[0], rank=rank, scale=scale).to(matrix.device)
 
 
@@ -140,7 +140,7 @@ def peft_config(
     lora: Lora,
     *,
     blocks: Iterable[nn.Module],
-    frozen: Collection[int] = (),
+    frozen_ids: Collection[int] = (),
     transposed: tuple[type[nn.Module], ...] = (),
     **options: Any,
 ) -> "LoraConfig":
@@ -150,7 +150,7 @@ def peft_config(
         model: Module to adapt.
         lora: Settings of the adapters.
         blocks: Blocks of the module.
-        frozen: IDs of parameters whose layers get no adapters, as in `add_adapters`.
+        frozen_ids: IDs of parameters whose layers get no adapters, as in `add_adapters`.
         transposed: Classes of linear layers with a matrix [I, O].
         options: Additional arguments for peft.
 
@@ -171,7 +171,7 @@ def peft_config(
         target: Target = "attention" if is_attention or "attn" in name.lower() or "attention" in name.lower() else "mlp"
         # The layers of a MultiheadAttention are adapted as a unit.
         is_within = any(name.startswith(f"{layer_name}.") for layer_name in layers)
-        if target in lora.targets and id(matrix) not in frozen and not is_within:
+        if target in lora.targets and id(matrix) not in frozen_ids and not is_within:
             layers[name] = module
     if not layers:
         raise UserError(
@@ -190,14 +190,14 @@ def peft_config(
 
 
 def add_library_adapters(
-    tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen: Collection[int] = ()
+    tower: nn.Module, lora: Lora, *, blocks: Iterable[nn.Module], frozen_ids: Collection[int] = ()
 ) -> None:
     """Add adapters to a library's module with peft, as `add_adapters` does for our towers.
 
     Raises:
         UserError: See `peft_config`.
     """
-    config = peft_config(tower, lora, blocks=blocks, frozen=frozen)
+    config = peft_config(tower, lora, blocks=blocks, frozen_ids=frozen_ids)
     from peft import inject_adapter_in_model
 
     tower.requires_grad_(False)
@@ -353,7 +353,7 @@ class Mlp(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Return x sigmoid(1.702 x), as in OpenAI's CLIP; it differs from GELU by at most 0.02."""
+    """Return x sigmoid(1.702 x), as in OpenAI's CLIP; the result differs from GELU by at most 0.02."""
     return x * torch.sigmoid(1.702 * x)
 
 

@@ -126,8 +126,8 @@ class StageTask:
         model = captioner(dropout=self._dropout)
         if self._is_tuned:
             freeze(model, [FrozenPart("video", 1), FrozenPart("decoder", 1)])
-            frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
-            add_adapters(model.video, rank=2, scale=1.5, targets=("attention", "mlp"), frozen=frozen)
+            frozen_ids = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+            add_adapters(model.video, rank=2, scale=1.5, targets=("attention", "mlp"), frozen_ids=frozen_ids)
         model.double()
         # Weights that start at zero would hide their effect.
         for name, parameter in model.named_parameters():
