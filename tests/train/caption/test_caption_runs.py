@@ -159,8 +159,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
     file = folder / "model.safetensors"
     capsys.readouterr()
     wrong: list[tuple[tuple[object, ...], str, str]] = [
-        ((run, "--decoder.tokenizer", other_tokens), "has other tokens than the decoder of", "omit --dec"),
-        ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than the decoder of", "omit --dec"),
+        ((run, "--decoder.tokenizer", other_tokens), "differ from the tokens that the decoder of", "omit --dec"),
+        ((folder, "--decoder.tokenizer", other_tokens), "differ from the tokens that the decoder of", "omit --dec"),
         ((bare,), "has a decoder, but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file,), "has a decoder, but no tokenizer", "--decoder.tokenizer FOLDER"),
         ((file, "--decoder.tokenizer", run), "decoder with width 128 and 1 block", "--decoder.depth 1 --decoder.max-"),

@@ -70,7 +70,7 @@ def test_gpt2s_two_files_and_the_one_of_the_library_are_the_same_tokenizer(tmp_p
     [
         ("{", "cannot read the tokenizer"),
         (None, "there is no tokenizer"),
-        ("no end", "has no <.endoftext.>.* special tokens: <stop>"),
+        ("no end", "has no <.endoftext.>.* special tokens are <stop>"),
         (ONE_TOKEN, "has no tokens for 62 of 62 letters and digits, such as 'a'"),
         (ONE_TOKEN.replace('"merges"', '"unk_token":"<|endoftext|>","merges"'), "has no tokens for 62 of 62"),
         ("no Q", "has no tokens for 1 of 62 letters and digits, such as 'Q'"),

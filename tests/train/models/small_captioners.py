@@ -10,7 +10,7 @@ from clipmill.train.config.model import Init
 from clipmill.train.models.attention import Attend, attend_with_sdpa
 from clipmill.train.models.captioner import Captioner, Gpt2
 from clipmill.train.models.timesformer import TimeSformer
-from clipmill.train.tasks.caption.model import start_of_captioner
+from clipmill.train.tasks.caption.model import fit_captioner
 from clipmill.train.weights.hf_caption import read_caption_folder
 from clipmill.train.weights.loading import copy_into
 from clipmill.train.weights.sources import open_weights
@@ -74,7 +74,7 @@ def captioner_in(
         attend=attend,
     )
     captioner = Captioner(tower, Gpt2(config.decoder, attend=attend))
-    copy_into(captioner, start_of_captioner(captioner, source, allow=(), say=ignore_line))
+    copy_into(captioner, fit_captioner(captioner, source, allow=(), say=ignore_line))
     return captioner
 
 

@@ -1,14 +1,14 @@
-"""Implementation of `train caption-chunks`: caption the chunks of a split with a captioner, on all processes.
+"""Implementation of `train caption-chunks`: caption the chunks of a split with a captioner, in all processes.
 
 The clips are divided into parts with a fixed number of batches. Therefore neither the number of processes nor an
-interruption affects the batches and the bytes of the table, which `prep manifest captions` reads:
+interruption affects the batches or the bytes of the table. `prep manifest captions` reads this table. The files are:
 
     OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
     OUT.failures.jsonl  clips that could not be read or decoded, and have no row
     OUT.parts/          unfinished work: the finished parts, and plan.json, which describes the work
 
-`source` is the name of the weights with the first 8 digits of their hash. `likelihood` is the mean log probability per
-token (clipmill.train.tasks.caption.decoding). `sample` is the number of the caption among the captions of its clip. The
+`source` is the name of the weights and the first 8 digits of their hash. `likelihood` is the mean log probability per
+token (clipmill.train.tasks.caption.decoding). `sample` is the index of the caption among the captions of its clip. The
 schema metadata contain a JSON object under the key `clipmill`: `kind`, `weights`, `weights_sha256`, `video_variant`,
 `chunks_sha256`, `settings`, and the numbers of clips, captions, empty captions (which have no row) and failed clips.
 The table is published last.
@@ -32,7 +32,6 @@ import pyarrow.parquet as pq
 
 from clipmill.manifests.caption_table import METADATA_KEY, PSEUDO_CAPTIONS, SCHEMA, write_pseudo_captions
 from clipmill.manifests.errors import FailedWork, UserError
-from clipmill.manifests.formatting import count_noun
 from clipmill.manifests.publish import parse_json, publish_atomically, publish_bytes, remove_temporaries, target_of
 from clipmill.train.data.batch import BatchRing, Sample
 from clipmill.train.data.chunks import ClipReader, clip_query
@@ -65,7 +64,7 @@ class CaptionPart:
     end: int
 
     def path(self, out: Path) -> Path:
-        """Return the path at which the finished part is published."""
+        """Return the path of the finished part."""
         return parts_path(out) / f"{self.begin:012d}{_SUFFIX}"
 
 
@@ -108,11 +107,11 @@ _OUT_HINT = "use a different --out"
 
 
 def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
-    """Raise a UserError that lists the differences if `path` does not hold the requested captions."""
+    """Raise a UserError that lists the differences if `path` does not contain the requested captions."""
     if changes := differences(old, plan):
         raise UserError(
             f"{path} does not contain the requested captions: {changes}",
-            hint="use a different --out, or remove it first",
+            hint="use a different --out, or remove the existing output first",
         )
 
 
@@ -133,7 +132,7 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
             num_captions += file.metadata.num_rows
     num_clips = parts[-1].end
     if len(failed) == num_clips:
-        raise FailedWork(f"none of {count_noun(num_clips, 'clip')} could be decoded; the first: {failed[0]['detail']}")
+        raise FailedWork(f"no clip could be decoded ({num_clips:,} failed); the first failure: {failed[0]['detail']}")
     if failed:
         publish_bytes(failures_path(out), "".join(json.dumps(failure) + "\n" for failure in failed).encode())
     num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
@@ -162,7 +161,7 @@ class CaptionWork:
 
     Attributes:
         batch: Number of clips per batch.
-        plan: Everything that affects the captions, as JSON-serialisable values. It is stored in the table's metadata.
+        plan: All facts that affect the captions, as JSON-serialisable values. They are stored in the table's metadata.
     """
 
     captioner: TrainedCaptioner
@@ -182,7 +181,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
     """Open the captioner and the clips.
 
     Raises:
-        UserError: The weights or clips do not exist, or a setting does not fit them.
+        UserError: The weights or clips do not exist, or a setting does not fit the weights or the clips.
     """
     segment_us = None if request.segment is None else parse_length_us(request.segment, flag="--segment")
     captioner = open_captioner(weights, overrides=request.shown, device=request.device, say=say)
@@ -227,7 +226,7 @@ def open_work(weights: str, request: ChunkCaptionsRequest, *, say: Say) -> Capti
 
 
 def _chunks_sha256(samples: Samples[ClipReader]) -> str:
-    """Hash the selected chunks and their bytes, except for the captions, which are stored in the same tars."""
+    """Hash the selected chunks and their bytes, but not the captions in the same tars."""
     chunks = samples.reader.chunks
     table, rows = chunks.table, chunks.selection.rows
     digest = hashlib.sha256("\n".join(chunks.video_ids.to_pylist()).encode())
@@ -246,7 +245,7 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         The metadata of the table.
 
     Raises:
-        UserError: The table has other captions, or another command is writing it.
+        UserError: The table contains other captions, or another command is writing the table.
         FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
     with ExitStack() as stack:
@@ -257,7 +256,7 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         parts = work.parts
         missing = missing_parts(parts, out, world=world, progress=progress)
         local_parts = missing[world.rank :: world.size]
-        outcomes = work.samples.outcomes(number for part in local_parts for number in range(part.begin, part.end))
+        outcomes = work.samples.outcomes(index for part in local_parts for index in range(part.begin, part.end))
         ring = BatchRing(work.batch, pin=work.captioner.trained.device.type == "cuda")
         make = partial(_caption_part, work, outcomes=outcomes, ring=ring, out=out)
         share_parts(missing, make, world=world, progress=progress)
@@ -283,7 +282,7 @@ def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] 
         and any(target_of(path.name) != PLAN for path in parts.iterdir())
     ):
         raise UserError(
-            f"{parts}, the folder for unfinished work, exists already and holds other files",
+            f"{parts}, the folder for unfinished work, exists already and contains other files",
             hint="use a different --out",
         )
     try:
@@ -318,17 +317,17 @@ def _caption_part(
 
 
 def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:
-    """Caption a batch of clips, and return its rows."""
+    """Caption a batch of clips, and return the rows of the captions."""
     samples, chunks, count = work.samples, work.samples.reader.chunks, work.decoding.num_samples or 1
     rows = np.array([clip["position"] for clip in clips])
     begin_us, end_us = samples.span_us(rows)
-    numbers = [
-        draw_number(clip["key"], begin_us=clip_begin_us, sample=sample)
+    caption_numbers = [
+        caption_number(clip["key"], begin_us=clip_begin_us, sample=sample)
         for clip, clip_begin_us in zip(clips, begin_us.tolist(), strict=True)
         for sample in range(count)
     ]
     texts, likelihoods = work.captioner.captions(
-        ring.collate(clips), work.decoding, samples=numbers, rows_per_video=count
+        ring.collate(clips), work.decoding, samples=caption_numbers, rows_per_video=count
     )
     if not np.isfinite(likelihoods).all():
         raise FailedWork("likelihoods of captions are not finite: the weights have diverged")
@@ -348,13 +347,13 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
     return table.filter(pc.not_equal(table["text"], ""))
 
 
-def draw_number(key: str, *, begin_us: int, sample: int) -> int:
-    """Return a 64-bit number that identifies a caption. With the seed, it determines the caption's random numbers.
+def caption_number(key: str, *, begin_us: int, sample: int) -> int:
+    """Return a 64-bit number that identifies a caption, and determines its random numbers together with the seed.
 
     Args:
         key: Key of the chunk.
         begin_us: Start of the clip in its video, in microseconds.
-        sample: Number of the caption among the captions of its clip.
+        sample: Index of the caption among the captions of its clip.
     """
     digest = hashlib.blake2b(f"{key} {begin_us} {sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -26,7 +26,7 @@ def caption_chunks(
     weights: Annotated[
         str,
         Parameter(
-            help="Run folder of train caption, or folder of a captioner of TimeSformer and GPT-2, with its tokenizer."
+            help="Run folder of train caption, or folder with a captioner of TimeSformer and GPT-2 and its tokenizer."
         ),
     ],
     /,
@@ -34,8 +34,8 @@ def caption_chunks(
 ) -> None:
     """Caption the chunks of a split, and write a table that prep manifest captions reads as a source of captions.
 
-    The table has several captions per clip, their likelihoods, and the name of the weights. Run the same command again
-    to resume interrupted work. Under torchrun, all processes share the work.
+    The table contains several captions per clip, their likelihoods, and the name of the weights. Run the same command
+    again to resume interrupted work. Under torchrun, all processes share the work.
 
     Example:
 
@@ -68,7 +68,7 @@ def caption_chunks(
             record = caption(work, out, world=world, progress=progress)
         clips = count_noun(record["num_clips"] - record["num_failed"], "clip")
         counts = f"{count_noun(record['num_captions'], 'caption')} of {clips}"
-        empty = f"; {record['num_empty']:,} were empty and are omitted" if record["num_empty"] else ""
+        empty = f"; {count_noun(record['num_empty'], 'empty caption')} omitted" if record["num_empty"] else ""
         progress.say(f"done: {counts} in {out}{empty}")
         progress.say(f"next: prep manifest captions {shlex.quote(str(out))} --data {shlex.quote(request.shards)}")
         if request.json and world.is_first:
@@ -88,7 +88,7 @@ def caption_video(
     *,
     len: str = "10s",
     out: Path | None = None,
-    form: Annotated[VideoFormat | None, Parameter(name="--format")] = None,
+    file_format: Annotated[VideoFormat | None, Parameter(name="--format")] = None,
     batch: int = 16,
     shown: Overrides = AS_TRAINED,
     decoding: Annotated[DecodingSettings | None, DECODING] = None,
@@ -103,14 +103,14 @@ def caption_video(
     Parameters
     ----------
     weights
-        Run folder of train caption, or folder of a captioner of TimeSformer and GPT-2, with its tokenizer.
+        Run folder of train caption, or folder with a captioner of TimeSformer and GPT-2 and its tokenizer.
     videos
         Video files, or folders with videos.
     len
         Window length. A remainder shorter than a quarter of this length is merged into the last window.
     out
         New file to write, or a folder for the subtitles of several videos. Default: lines on standard output.
-    form
+    file_format
         Output format. Default: the suffix of --out.
     batch
         Number of windows per batch.
@@ -121,4 +121,13 @@ def caption_video(
     with Activity("importing torch"):
         from clipmill.train.tasks.caption.video_captions import caption_files
 
-    caption_files(weights, videos, length=len, out=out, form=form, batch=batch, overrides=shown, decoding=decoding)
+    caption_files(
+        weights,
+        videos,
+        length=len,
+        out=out,
+        file_format=file_format,
+        batch=batch,
+        overrides=shown,
+        decoding=decoding,
+    )

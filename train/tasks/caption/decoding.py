@@ -7,9 +7,9 @@ process, so all processes choose the same tokens.
 Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
 still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W size of the vocabulary.
 
-The likelihood of a text is the mean natural logarithm of the probabilities of its tokens, including the end token. It
-is computed from the model's unmodified probabilities, so temperature, top-k, top-p and a minimum length do not affect
-it.
+The likelihood of a text is the mean natural logarithm of the probabilities of its tokens, including the end token. The
+model's unmodified probabilities are used, so temperature, top-k, top-p and a minimum length do not affect the
+likelihood.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,22 +144,22 @@ def generate(
     rows_r = torch.arange(len(tokens_RL), device=device)
     is_open_r = torch.ones(len(tokens_RL), dtype=torch.bool, device=device)
     next_tokens = prompt_VP.repeat_interleave(rows_per_video, 0)
-    for number in range(max_tokens):
+    for position in range(max_tokens):
         logits_rW = generator.step(next_tokens, cache)
         norms_r = logits_rW.float().logsumexp(dim=1)  # before any token is excluded
-        if number < min_tokens:
+        if position < min_tokens:
             logits_rW[:, end_id] = -torch.inf
-        tokens_r = choose(logits_rW, rows_r, number).masked_fill(~is_open_r, end_id)
-        tokens_RL[rows_r, number] = tokens_r
+        tokens_r = choose(logits_rW, rows_r, position).masked_fill(~is_open_r, end_id)
+        tokens_RL[rows_r, position] = tokens_r
         log_probabilities_r = logits_rW.gather(1, tokens_r[:, None])[:, 0].float() - norms_r
         totals_R[rows_r] += log_probabilities_r.masked_fill(~is_open_r, 0)
         is_open_r &= tokens_r != end_id
         is_unfinished_v = is_open_r.view(-1, rows_per_video).any(dim=1)
         num_unfinished = int(is_unfinished_v.sum())
         if num_unfinished == 0:
-            tokens_RL = tokens_RL[:, : number + 1]
+            tokens_RL = tokens_RL[:, : position + 1]
             break
-        if num_unfinished <= _COMPACT_AT * len(is_unfinished_v) and number + 1 < max_tokens:
+        if num_unfinished <= _COMPACT_AT * len(is_unfinished_v) and position + 1 < max_tokens:
             rows = is_unfinished_v.repeat_interleave(rows_per_video).nonzero()[:, 0]
             cache.keep(rows, is_unfinished_v.nonzero()[:, 0])
             rows_r, is_open_r, tokens_r = rows_r[rows], is_open_r[rows], tokens_r[rows]
@@ -172,7 +172,7 @@ def num_tokens_of(tokens_RL: torch.Tensor, *, end_id: int) -> torch.Tensor:
     return ((tokens_RL == end_id).cumsum(dim=1) == 0).sum(dim=1).add(1).clamp(max=tokens_RL.shape[1])
 
 
-def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
+def greedy_tokens(logits_rW: torch.Tensor, rows_r: torch.Tensor, position: int) -> torch.Tensor:
     """Return the tokens with the highest logits."""
     return logits_rW.argmax(dim=1)
 
@@ -183,19 +183,19 @@ def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: 
     Args:
         samples: Number that identifies each text. The random numbers of a text depend on this number and on the seed.
     """
-    positions = np.asarray(samples, dtype=np.int64)
+    sample_R = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(
-        draw_uniform(positions, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
+        draw_uniform(sample_R, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
     ).to(device)
 
-    def choose(logits_rW: torch.Tensor, rows_r: torch.Tensor, number: int) -> torch.Tensor:
+    def choose(logits_rW: torch.Tensor, rows_r: torch.Tensor, position: int) -> torch.Tensor:
         logits_rW = logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32))
         logits_rW = with_temperature(logits_rW, temperature_of(settings))
         if settings.top_k is not None:
             logits_rW = filter_top_k(logits_rW, settings.top_k)
         if settings.top_p is not None:
             logits_rW = filter_top_p(logits_rW, settings.top_p)
-        return sample_tokens(logits_rW, draws_RL[rows_r, number])
+        return sample_tokens(logits_rW, draws_RL[rows_r, position])
 
     return choose
 
@@ -268,19 +268,20 @@ def beam_search(
     best_scores_V = torch.full((num_videos,), _NEVER, device=device)
     videos_v = torch.arange(num_videos, device=device)
 
-    for number in range(max_tokens):
+    for position in range(max_tokens):
         log_probabilities = generator.step(next_tokens, cache).float().log_softmax(dim=1)
-        if number < settings.min_tokens:
+        if position < settings.min_tokens:
             log_probabilities[:, end_id] = -torch.inf
         vocabulary = log_probabilities.shape[1]
         totals = running_scores_vB[..., None] + log_probabilities.view(-1, num_beams, vocabulary)
         scores_vc, index_vc = totals.flatten(1).topk(2 * num_beams, dim=1)
         beams_vc, tokens_vc = index_vc // vocabulary, index_vc % vocabulary
         texts_vcL = choose_rows(running_vBL, beams_vc)
-        texts_vcL[:, :, number] = tokens_vc
-        is_ended_vc = tokens_vc == end_id if number + 1 < max_tokens else torch.ones_like(tokens_vc, dtype=torch.bool)
+        texts_vcL[:, :, position] = tokens_vc
+        is_last = position + 1 == max_tokens
+        is_ended_vc = torch.ones_like(tokens_vc, dtype=torch.bool) if is_last else tokens_vc == end_id
 
-        power = (number + 1) ** length_penalty
+        power = (position + 1) ** length_penalty
         ended_scores_vB = (scores_vc / power).masked_fill(~is_ended_vc, _NEVER)[:, :num_beams]
         merged_scores = torch.cat([finished_scores_vB, ended_scores_vB], dim=1)
         finished_scores_vB, best_vB = merged_scores.topk(num_beams, dim=1)
@@ -296,8 +297,8 @@ def beam_search(
             is_done_v = is_full_v & (running_scores_vB[:, 0] / power <= finished_scores_vB[:, -1])
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
         remaining = (~is_done_v).nonzero()[:, 0]
-        if len(remaining) == 0 or number + 1 == max_tokens:
-            best_VL = best_VL[:, : number + 1]
+        if len(remaining) == 0 or is_last:
+            best_VL = best_VL[:, : position + 1]
             lengths_V = num_tokens_of(best_VL, end_id=end_id)
             likelihoods_V = best_scores_V * lengths_V ** (length_penalty - 1)
             return Generated(tokens_VL=best_VL, likelihoods_V=likelihoods_V, scores_V=best_scores_V)
@@ -308,5 +309,5 @@ def beam_search(
                 values[remaining]
                 for values in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
             )
-        next_tokens = running_vBL[:, :, number].reshape(-1, 1)
+        next_tokens = running_vBL[:, :, position].reshape(-1, 1)
     raise AssertionError("every text ends at the last token")

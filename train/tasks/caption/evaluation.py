@@ -44,7 +44,7 @@ from clipmill.train.tasks.caption.spec import (
 from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, mean_loss
 from clipmill.train.tasks.caption.tokenizer import one_line
 
-_MAX_CONSTANT_CLIPS = 500  # maximum number of clips from whose captions the constant caption is chosen
+_MAX_CONSTANT_CLIPS = 500  # maximum number of clips whose captions are candidates for the constant caption
 _PROTOCOL = (
     "one generated caption per clip, compared with all references of the clip; tokenized as by Stanford's "
     "PTBTokenizer, without punctuation; idf from"
@@ -54,7 +54,7 @@ _PAGE_ENTRIES = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
     "clips": "num_samples",
-    "hash of their names": "ids_hash",
+    "hash of the clip names": "ids_hash",
 }
 
 
@@ -106,7 +106,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     if len(scores.empty) == scores.num_videos:
         raise FailedWork(
             f"all generated captions are empty ({scores.num_videos:,}), so there is nothing to score: the model ends "
-            "each caption immediately. It was trained for too few steps, or on captions without words"
+            "each caption immediately. It may have been trained for too few steps, or on captions without words"
         )
     scored_captions = ScoredCaptions(
         samples=samples,
@@ -207,7 +207,7 @@ def _constant_baseline(
 
 
 def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
-    """Return remarks on the videos of a split without captions, and on the clips that --max-samples omits."""
+    """Return remarks on videos without captions, and on the clips that --max-samples omits."""
     chunks = samples.reader.chunks
     remarks = []
     if num_without := len(chunks.video_ids) - len(np.unique(samples.video)):
@@ -234,8 +234,8 @@ def _without_words(scores: CaptionScores, wordless_clips: Sequence[str]) -> list
 
 _FOLDER = Path(__file__).parent
 _NUM_EXAMPLES = 12
-# Maximum number of clips with images on the page of all captions. Each image must be decoded again, and takes about
-# 8 kB.
+# Maximum number of evenly spaced clips with images on the page of all captions. Each image must be decoded again, and
+# takes about 8 kB.
 _MAX_WITH_IMAGES = 2000
 _NUM_PLAYED = 30  # number of playable clips with the lowest CIDEr-D, and with the highest
 PLAYED = f"the {_NUM_PLAYED} clips with the lowest and the {_NUM_PLAYED} clips with the highest CIDEr-D can be played"
@@ -267,7 +267,7 @@ class ScoredCaptions:
     num_frames: int
 
     def examples(self, player: Player | None) -> list[dict[str, Any]]:
-        """Return examples as JSON-serialisable values. They are spread evenly over the split, regardless of scores."""
+        """Return examples, spread evenly over the split regardless of their scores, as JSON-serialisable values."""
         return [
             {
                 **clip_figure(self.samples, index, num_frames=self.num_frames, player=player),
@@ -282,7 +282,8 @@ class ScoredCaptions:
     def videos(self, player: Player | None) -> "Iterator[CaptionedVideo]":
         """Yield the rows of the page of all captions.
 
-        At most 2,000 clips have images. The clips with the lowest and the highest CIDEr-D can be played.
+        Up to 2,000 evenly spaced clips have images. The clips with the lowest and the highest CIDEr-D also have images,
+        and can be played.
         """
         every = sample_stride(len(self.names), at_most=_MAX_WITH_IMAGES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
@@ -340,11 +341,11 @@ def write_captions_page(
     """Publish the page of all captions.
 
     Args:
-        videos: Rows in their initial order. They are rendered one at a time.
+        videos: Rows in their initial order, rendered one at a time.
         means: Values of the captions by metric, over all videos.
         baseline: Values of the best constant caption by metric, over all videos.
         absent: Reason for each missing metric.
-        protocol: Facts that are needed to compare the result with other results.
+        protocol: Facts for comparing the result with other results.
     """
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
     parts = load_template(_FOLDER / "captions.html.j2").stream(

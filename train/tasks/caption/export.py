@@ -56,14 +56,14 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel |
     """Convert the weights of a captioner of TimeSformer and GPT-2; return None if the weights have no decoder.
 
     Raises:
-        UserError: The folder has no config.json or tokenizer, whose content cannot be read from the tensors.
+        UserError: The folder has no config.json or no tokenizer. The tensors cannot replace them.
     """
     if not has_decoder(source.converted.tensors):
         return None
     config = read_config(path / "config.json")
     if config is None:
         raise UserError(
-            f"{source.title} is a captioner without config.json, from which its sizes are read",
+            f"{source.title} is a captioner, but there is no config.json with its sizes",
             hint="use a folder that save_pretrained or train export wrote",
         )
     video = caption_config_of(config, source=str(path)).video
@@ -105,7 +105,7 @@ def exported_captioner(request: ExportRequest) -> Export:
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
-            f"{request.title} is a captioner with a tower of the kind {settings.towers.kind}, but --format hf takes "
+            f"{request.title} is a captioner with a tower of kind {settings.towers.kind}, but --format hf supports "
             "only a TimeSformer",
             hint="export a run with --towers.kind timesformer",
         )
@@ -151,7 +151,7 @@ def save_hf(
     tower, decoder = captioner.video, captioner.decoder
     if not isinstance(tower, TimeSformer):
         raise UserError(
-            f"a captioner with a {type(tower).__name__} cannot be exported: the format takes only a TimeSformer",
+            f"a captioner with a {type(tower).__name__} cannot be exported: the format supports only a TimeSformer",
             hint="export a run with --towers.kind timesformer",
         )
     num_patches = len(tower.positional_embedding) - 1

@@ -45,7 +45,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
         name: Path of the jar, relative to the package.
 
     Raises:
-        MetricUnavailable: The package is not installed, or has no such jar.
+        MetricUnavailable: The package is not installed, or does not contain this jar.
     """
     spec = find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:
@@ -173,7 +173,7 @@ def check_jars(folder: Path) -> None:
 
 
 def require_java(spice_jars: Path | None = None) -> None:
-    """Raise a UserError if METEOR cannot be computed on this machine, or if SPICE cannot be computed with its jars."""
+    """Raise a UserError if Java or METEOR's program is missing, or if `spice_jars` lacks one of SPICE's jars."""
     try:
         java()
         jar_of_pycocoevalcap(_METEOR_JAR)
@@ -195,8 +195,8 @@ def spice(
     Args:
         candidates: Tokenized caption of each video.
         references: Tokenized references of each video.
-        jars: Folder with Stanford CoreNLP 3.6.0 and its models. They take half a gigabyte, and are not part of any
-            Python package.
+        jars: Folder with Stanford CoreNLP 3.6.0 and its models. These jars take half a gigabyte, and are not part of
+            any Python package.
 
     Returns:
         Mean F-score, and the F-score of each video.

@@ -1,4 +1,4 @@
-"""Captioner with a causal language model, which reads the video as a prefix.
+"""Captioner whose causal language model reads the video as a prefix.
 
 As in LLaVA (Liu et al. 2023, section 4.1), the tokens of the video tower are reduced to a fixed number, projected to
 the width of the language model by an MLP, and inserted into the prompt:
@@ -9,8 +9,8 @@ The language model is an unmodified module from transformers. The prefix has the
 captions are padded at the end. A causal model does not attend to later tokens, so no attention mask is needed, and
 positions count from 0.
 
-A run stores the configuration and the tokenizer in RUN/language_model, in the format of transformers, so that its
-checkpoints can be used without the folder of `--decoder.lm`. The weights are in the checkpoints.
+A run stores the configuration and the tokenizer in RUN/language_model, in the format of transformers. Therefore the
+checkpoints, which contain the weights, can be used without the folder of `--decoder.lm`.
 
 Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens per video, P tokens of the prefix, b and a
 prompt tokens before and after the visual tokens, L tokens per caption, E width of the tower, D width of the language
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _STD = 0.02
-# Number of tokens with which `can_decode` tests a model, and maximum error of the logits relative to the largest logit.
+# Number of tokens for the test in `can_decode`, and maximum error of the logits relative to the largest logit.
 _NUM_PROBE_TOKENS, _MAX_PROBE_ERROR = 4, 1e-4
 
 
@@ -52,8 +52,8 @@ class VisualProjector(nn.Module):
     Args:
         tower_width: Width of the tower, E.
         width: Width of the language model, D.
-        num_heads: Number of attention heads with which learned queries attend to all tokens (as in the pooler of CoCa,
-            Yu et al. 2022); None to average consecutive tokens.
+        num_heads: Number of attention heads for learned queries that attend to all tokens (as in the pooler of CoCa, Yu
+            et al. 2022); None to average consecutive tokens.
     """
 
     def __init__(self, tower_width: int, width: int, *, num_tokens: int, num_heads: int | None) -> None:
@@ -195,10 +195,10 @@ class LanguageCaptioner(nn.Module):
 
 @torch.no_grad()
 def can_decode(decoder: "PreTrainedModel") -> bool:
-    """Return True if a language model computes equal logits token by token with a cache, and for all tokens together.
+    """Return True if a language model computes the same logits token by token with a cache as for all tokens together.
 
-    Encoders fail this test, because their outputs depend on later tokens. State-space models fail it, because they have
-    no keys and values. The test also reorders the rows of the cache, as beam search does.
+    Encoders fail this test, because their outputs depend on later tokens. State-space models fail, because they have no
+    keys and values. The test also reorders the rows of the cache, as beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
     ids_RL = (
@@ -303,7 +303,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry of run.json, with facts that `files` do not contain."""
+        """Return the entry of run.json: the facts that `files` do not contain."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -350,8 +350,8 @@ def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel"
             hint=f"use weights in safetensors files, or {hint}",
             flags=("--decoder.lm",),
         ) from error
-    if lacks := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):
-        raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(lacks[:3])}", hint=hint)
+    if misfits := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):
+        raise UserError(f"the weights of {folder} do not fit its config.json: {', '.join(misfits[:3])}", hint=hint)
     if not can_decode(model):
         raise _undecodable_error(folder, config.model_type)
     return model  # type: ignore[no-any-return]
@@ -361,7 +361,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
     """Open the language model in a folder, without its weights.
 
     Raises:
-        UserError: The folder is damaged, or has no causal language model or no tokenizer; the tokenizer has no end
+        UserError: The folder is damaged, or lacks a causal language model or a tokenizer; the tokenizer has no end
             token, or does not belong to the model; or prompt and captions exceed the context of the model.
     """
     config = _config_of(folder)
@@ -439,10 +439,10 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     architectures = raw.get("architectures") or [class_name]
     if raw.get("is_encoder_decoder") or class_name is None or class_name not in architectures:
-        description = "an encoder and a decoder " if raw.get("is_encoder_decoder") else ""
+        description = "an encoder and a decoder of " if raw.get("is_encoder_decoder") else ""
         raise UserError(
-            f"{folder} has no causal language model of transformers (--decoder.lm), but {architectures[0]}, "
-            f"{description}of type {kind}",
+            f"{folder} does not contain a causal language model of transformers (--decoder.lm), but {architectures[0]} "
+            f"({description}type {kind})",
             hint=_SUPPORTED,
             flags=("--decoder.lm",),
         )
@@ -479,7 +479,7 @@ def _undecodable_error(folder: Path, kind: Any) -> UserError:
 def _tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    hint = "put tokenizer.json and tokenizer_config.json there, or pass the tokenizer's folder to --decoder.tokenizer"
+    hint = "add tokenizer.json and tokenizer_config.json, or pass the tokenizer's folder to --decoder.tokenizer"
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"there is no tokenizer in {folder}", hint=hint)
     try:

@@ -17,8 +17,8 @@ means over the orders 1 to 4 and over the references, times 10. As in all public
 With a single video, every idf is log(1) = 0, so both scores are 0.
 
 ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, and the best precision and the best recall over all
-references are used, which may be from different references. In pycocoevalcap, a caption without words equals a
-reference without words, and scores 1. Here it scores 0, in accordance with Lin's definition.
+references are used, even if they are from different references. In pycocoevalcap, a caption without words equals a
+reference without words, and scores 1. In clipmill, such a caption scores 0, in accordance with Lin's definition.
 
 "ours" refers to the candidates (generated captions), and "theirs" to the references.
 """
@@ -59,7 +59,7 @@ class GramCounts:
 
     Attributes:
         caption: Index of the caption, int64 [E].
-        gram: Number of the n-gram, int64 [E].
+        gram: Index of the n-gram, int64 [E].
         count: Number of occurrences in the caption, int64 [E].
         num_grams: Number of distinct n-grams in all captions.
     """
@@ -96,7 +96,7 @@ class Corpus:
 
 
 def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
-    """Count the n-grams of the orders 1 to 4 in captions, which are lists of words."""
+    """Count the n-grams of the orders 1 to 4 in captions (lists of words)."""
     vocabulary: dict[str, int] = {}
     words = np.array(
         [vocabulary.setdefault(word, len(vocabulary)) for caption in captions for word in caption], dtype=np.int64
@@ -123,7 +123,7 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
 
 
 def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
-    """Return the value of each key in `queries`, or 0 if the key is missing. `keys` must be ascending."""
+    """Return the value of each key in `queries`, or 0 if `keys`, which must be ascending, lacks the key."""
     if not len(keys):
         return np.zeros_like(queries)
     index = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
@@ -255,10 +255,10 @@ class CaptionScores:
             values are means over videos.
         per_video: Values by video and metric, in the order of the candidates.
         absent: Reason for each missing metric.
-        empty: Videos whose captions have no words, which score 0 in every metric.
+        empty: Videos whose captions have no words. Such captions score 0 in every metric.
         num_references: Total number of references.
         idf: Description of the source of CIDEr's document frequencies.
-        ids_hash: Hash of the video IDs, which shows whether two results are for the same videos.
+        ids_hash: Hash of the video IDs. Results for the same videos have the same hash.
     """
 
     means: dict[str, float]
@@ -283,11 +283,11 @@ def score_captions(
     spice_jars: Path | None = None,
     meteor: Meteor | None = None,
 ) -> CaptionScores:
-    """Score one caption per video against all its references.
+    """Score one caption per video against all references of the video.
 
     Args:
-        candidates: Generated caption for each video ID. It may be empty.
-        references: Captions for each video ID. At least one caption must have words (see `without_words`).
+        candidates: Generated caption for each video ID. A caption may be empty.
+        references: Captions for each video ID. Each video needs a caption with words (see `without_words`).
         with_java: True to compute METEOR and SPICE, whose programs take seconds to start.
         spice_jars: Folder with the two jars that SPICE needs; None to omit SPICE.
         meteor: METEOR inside its `with` block, to score several sets of captions with one program. Default: a new

@@ -1,9 +1,9 @@
 """Construction of captioners: open the decoder, build the model from its settings, and initialise it from weights.
 
-The decoder comes from one of four sources: `--decoder.weights` (a GPT-2) or `--decoder.lm` (any causal language model,
-clipmill.train.tasks.caption.language), which are folders or Hugging Face names; the captioner in `--init.weights`; or
-random weights, with a tokenizer that is trained on the captions. The decoder and its tokenizer are always opened
-together, because tensor shapes do not reveal that a token ID stands for different text in another tokenizer.
+The decoder comes from one of four sources: `--decoder.weights` (a GPT-2); `--decoder.lm` (any causal language model,
+clipmill.train.tasks.caption.language); the captioner in `--init.weights`; or random weights, with a tokenizer trained
+on the captions. The first two sources are folders or Hugging Face names. The decoder and its tokenizer are always
+opened together, because tensor shapes do not reveal whether a tokenizer belongs to a decoder.
 """
 
 import re
@@ -58,7 +58,7 @@ class DecoderParts:
         hint: Hint for the error if the tokenizer does not belong to the decoder.
 
     Attributes:
-        tensors: Weights by their names in a captioner; empty for random weights.
+        tensors: Weights, keyed by their names in a captioner; empty for random weights.
         source: Source of the weights, as the user specified it.
 
     Raises:
@@ -92,7 +92,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     """Open the decoder that the settings select.
 
     Args:
-        texts: Captions on which a tokenizer is trained if the settings do not select a tokenizer.
+        texts: Captions for training a tokenizer if the settings do not select a tokenizer.
 
     Raises:
         UserError: A folder is missing or damaged, or belongs to a different model; the tokenizer does not belong to the
@@ -101,7 +101,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     if settings.lm is not None:
         lm_folder = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
         language = open_language(lm_folder, settings, tokenizer_folder=Path(settings.tokenizer or lm_folder))
-        # Read the weights now, so that errors in them are reported before a run is created.
+        # Read the weights now, so that errors in their files are reported before a run is created.
         return replace(language, loaded=[language.new_model()])
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     tokenizer_folder = Path(settings.tokenizer) if settings.tokenizer is not None else folder
@@ -116,7 +116,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     pretrained_size = weights.config.decoder
     if pretrained_size is None:
         raise UserError(
-            f"{folder} has no GPT-2 (--decoder.weights)",
+            f"{folder} contains no GPT-2 (--decoder.weights)",
             hint="use a folder with a GPT-2",
             flags=("--decoder.weights",),
         )
@@ -142,12 +142,12 @@ def _check_max_tokens(settings: DecoderSettings, decoder: str, context_length: i
 def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     """Return the size and the tokenizer of the decoder in the `--init.weights` folder.
 
-    The result is None if the folder contains no captioner, or if `--decoder.lm` replaces its decoder, in which case
-    only the captioner's tower is used.
+    The result is None if the folder contains no captioner, or if `--decoder.lm` replaces the captioner's decoder. In
+    the second case, only the captioner's tower is used.
 
     Raises:
-        UserError: Neither the folder nor the settings have a tokenizer; the settings have a different tokenizer or
-            size; or a file is damaged.
+        UserError: Neither the folder nor the settings provide a tokenizer; the settings specify a different tokenizer
+            or size; or a file is damaged.
     """
     init_weights, decoder = settings.init.weights, settings.decoder
     folder = None if init_weights is None else path_of_weights(init_weights)
@@ -178,8 +178,8 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
         raise no_tokenizer(str(init_weights))
     if tokenizer_of_folder and requested and tokenizer_of_folder.token_ids() != requested.token_ids():
         raise UserError(
-            f"--decoder.tokenizer {decoder.tokenizer} has other tokens than the decoder of {folder} was trained "
-            "with (--init.weights)",
+            f"the tokens of --decoder.tokenizer {decoder.tokenizer} differ from the tokens that the decoder of "
+            f"{folder} was trained with (--init.weights)",
             hint="omit --decoder.tokenizer: the tokenizer comes with these weights",
             flags=("--decoder.tokenizer", "--init.weights"),
         )
@@ -197,7 +197,7 @@ def no_tokenizer(title: str) -> UserError:
 def decoder_folder(
     name: str, *, flag: str = "--decoder.weights", files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES), say: Say
 ) -> Path:
-    """Return the folder of a decoder: `name` if this is a folder, otherwise a download from Hugging Face.
+    """Return the folder of a decoder: `name` if it is a folder; otherwise, a download from Hugging Face.
 
     Args:
         name: Folder or Hugging Face name, the value of `flag`.
@@ -229,7 +229,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Return the entry of run.json from which the decoder can be rebuilt without its original weights."""
+    """Return the entry of run.json for rebuilding the decoder without its original weights."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -332,7 +332,7 @@ AnyCaptioner = Captioner | LanguageCaptioner
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: Attend) -> AnyCaptioner:
-    """Build a captioner, with the weights of the decoder if there are any, and random weights otherwise.
+    """Build a captioner with random weights, except for a decoder that comes with weights.
 
     Raises:
         UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
@@ -417,7 +417,7 @@ def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
     missing = [
         name for name in state if name not in parts.tensors and not any(part in name for part in CROSS_ATTENTION)
     ]
-    misfits = [name for name, new in parts.tensors.items() if name not in state or new.shape != state[name].shape]
+    misfits = [name for name, value in parts.tensors.items() if name not in state or value.shape != state[name].shape]
     if missing or misfits:
         raise UserError(
             f"the decoder's weights do not fit its config.json: {', '.join((missing + misfits)[:3])}",
@@ -448,10 +448,11 @@ def effective_settings(settings: CaptionerSettings, source: Source | None, *, sa
 
 
 def with_source_decoder(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
-    """Return the settings of a captioner that starts from `source`, and uses the decoder of `source` if it has one.
+    """Return the settings of a captioner that starts from `source`, and uses the decoder of `source` if there is one.
 
     Raises:
-        UserError: The settings select another decoder, captions may exceed its context, or there is no tokenizer.
+        UserError: The settings select another decoder, captions may exceed the decoder's context, or there is no
+            tokenizer.
     """
     tensors, decoder = source.converted.tensors, settings.decoder
     folder = path_of_weights(settings.init.weights or "")
@@ -489,8 +490,8 @@ def _with_source_language(settings: CaptionerSettings, source: Source, folder: P
         )
     if any(".lora_A." in name for name in source.converted.tensors):
         raise UserError(
-            f"the language model of {source.title} has adapters, which a new run cannot start from",
-            hint="continue it with --resume, or start from a run without --lora.towers decoder",
+            f"a new run cannot start from {source.title}, because its language model has adapters",
+            hint="continue the old run with --resume, or start from a run without --lora.towers decoder",
         )
     _check_max_tokens(decoder_settings, f"the decoder of {source.title}", decoder.context_length)
     decoder_settings = replace(
@@ -508,7 +509,7 @@ def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
     return _TOKENS in tensors or _LANGUAGE_PROJECTION in tensors
 
 
-def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> LoadedWeights:
+def fit_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[str], say: Say) -> LoadedWeights:
     """Fit the weights of a captioner or of a video tower to a captioner.
 
     Args:
@@ -529,7 +530,7 @@ def start_of_captioner(model: AnyCaptioner, source: Source, *, allow: Sequence[s
 
 
 def _resize_embeddings(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say) -> dict[str, torch.Tensor]:
-    """Resize position and time embeddings to the tower's clips by nearest neighbour, as transformers does."""
+    """Resize positional and temporal embeddings for the tower's clips (nearest neighbour, as in transformers)."""
     resized = dict(tensors)
     for name, kind in ((_POSITIONS, "positional"), (_TIMES, "temporal")):
         if name not in tensors:

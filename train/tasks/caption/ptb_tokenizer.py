@@ -1,4 +1,4 @@
-"""Tokenizer for caption metrics, which returns the tokens of Stanford's PTBTokenizer without Java.
+"""Tokenizer for caption metrics: reproduces the tokens of Stanford's PTBTokenizer without Java.
 
 All published caption metrics use PTBTokenizer. The tokens equal the output of
 `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines -lowerCase`), followed
@@ -26,8 +26,8 @@ Rewrite = Callable[[str], str]
 
 # The following lists of words are separated by spaces.
 
-# Abbreviations, which keep their full stop. A sentence may end with a word of the first group, but not of the second.
-# The groups differ if a letter follows directly: "etc.x" is two tokens, "mr.x" is one token.
+# Abbreviations, which keep their full stop. A sentence may end with a word of the first group, but not with a word of
+# the second. If a letter follows directly, the groups differ, too: "etc.x" is two tokens, but "mr.x" is one token.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
     "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
@@ -83,11 +83,11 @@ def _replace_spaces(token: str) -> str:
 _BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
 
 
-def _round_brackets(token: str) -> str:
+def _escape_brackets(token: str) -> str:
     return token.replace("(", "-lrb-").replace(")", "-rrb-")
 
 
-def _plain_apostrophe(token: str) -> str:
+def _replace_apostrophes(token: str) -> str:
     return re.sub("[\u0092\u2019]|&apos;", "'", token)
 
 
@@ -102,7 +102,7 @@ _ENTITIES = {"&quot;": "''", "&apos;": "'"}
 _ENTITIES_OF_ANY_CASE = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": "", **dict.fromkeys(_DASHES, "--")}
 
 
-def _entity(token: str) -> str:
+def _decode_entity(token: str) -> str:
     return _ENTITIES.get(token) or _ENTITIES_OF_ANY_CASE.get(token.lower(), token)
 
 
@@ -154,9 +154,9 @@ def rules() -> tuple[Rule, ...]:
     rule(r"(?:non|canada|sino|korean|eu|japan)-u\.s\.?", flags=any_case)
     rule(f"{word}(?:[.!?]{word})*", apostrophe + suffix, flags=any_case)
     rule("[A-Za-z]*[A-MO-Za-mo-z]", f"n{any_apostrophe}t", flags=any_case)
-    rule(f"n{any_apostrophe}t", rewrite=_plain_apostrophe, flags=any_case)
-    rule(f"'{suffix}", r"[^A-Za-z]", _plain_apostrophe, flags=any_case)
-    rule(f"(?:[\u0092\u2019]|&apos;){suffix}", rewrite=_plain_apostrophe, flags=any_case)
+    rule(f"n{any_apostrophe}t", rewrite=_replace_apostrophes, flags=any_case)
+    rule(f"'{suffix}", r"[^A-Za-z]", _replace_apostrophes, flags=any_case)
+    rule(f"(?:[\u0092\u2019]|&apos;){suffix}", rewrite=_replace_apostrophes, flags=any_case)
     # Web addresses and names.
     rule(r'https?://[^ \t\n\f\r"<>|(){}]+[^ \t\n\f\r"<>|.!?(){},-]', flags=any_case)
     rule(r'(?i:www)\.(?:[^ \t\n\f\r"<>|.!?(){},]+\.)+[A-Za-z]{2,4}' + path)
@@ -192,7 +192,7 @@ def rules() -> tuple[Rule, ...]:
         "(?:\\([0-9]{2,3}\\)[ \u00a0]?|(?:\\+\\+?)?(?:[0-9]{2,4}[- \u00a0])?[0-9]{2,4}[- \u00a0])"
         "[0-9]{3,4}[- \u00a0]?[0-9]{3,5}"
         r"|(?:(?:\+\+?)?[0-9]{2,4}\.)?[0-9]{2,4}\.[0-9]{3,4}\.[0-9]{3,5}",
-        rewrite=lambda token: _replace_spaces(_round_brackets(token)),
+        rewrite=lambda token: _replace_spaces(_escape_brackets(token)),
     )
     rule(r"[A-Z]*\$")
     rule("[\u0080\u00a4\u20a0\u20ac]", rewrite=lambda token: "$")
@@ -215,11 +215,11 @@ def rules() -> tuple[Rule, ...]:
     rule(f"y{apostrophe}", letter, flags=any_case)
     rule("'", "[A-Za-z][^ \\t\\n\\r\u00a0]")
     # Emoticons.
-    rule(r"[<>]?[:;=][\-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]", _round_brackets)
-    rule(r"[\-^x=~<>']_[\-^x=~<>']", rewrite=_round_brackets)
-    rule(r"\([\-^x=~<>'][_.]?[\-^x=~<>']\)|\([\^x=~<>']-[\^x=~<>'`]\)", rewrite=_round_brackets)
+    rule(r"[<>]?[:;=][\-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]", _escape_brackets)
+    rule(r"[\-^x=~<>']_[\-^x=~<>']", rewrite=_escape_brackets)
+    rule(r"\([\-^x=~<>'][_.]?[\-^x=~<>']\)|\([\^x=~<>']-[\^x=~<>'`]\)", rewrite=_escape_brackets)
     # Signs.
-    rule("&(?:amp|lt|gt|quot|apos|nbsp|md|mdash|ndash);", rewrite=_entity, flags=any_case)
+    rule("&(?:amp|lt|gt|quot|apos|nbsp|md|mdash|ndash);", rewrite=_decode_entity, flags=any_case)
     rule("&(?:#[0-9]+|cdq|odq|ht|tl|lr|ql|qr|qc|ur);", flags=any_case)
     rule(r"[cC]\+\+|[CcFf]#")
     rule(r"[!?]+|_+|\*+|\\\*|<<|>>|@+|#+|-{5,}|--|''|``|['`]")
@@ -267,7 +267,7 @@ def tokenize(caption: str) -> str:
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special_words() and _JOINED_WORDS.isdisjoint(words):
             return " ".join(words)
-    # Strip the line as the original does, which has an effect after a URL before a wide space.
+    # Strip the line, as the original does. This matters if a URL is followed by a wide space.
     line = " ".join(tokens_of(caption)).rstrip()
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
@@ -303,7 +303,7 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, position: int) -> tuple[str, int]:
-    """Return the token at a position, which is empty for a dropped character, and the position after the token."""
+    """Return the token at a position ("" for a dropped character), and the position after the token."""
     matches = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, position))]
     if not matches:
         return "", position + 1

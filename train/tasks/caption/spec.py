@@ -50,7 +50,7 @@ class DecodingSettings(Checked):
     """Decoding method. greedy: the most likely token at each step; sample: random sampling; beam: beam search."""
     temperature: Annotated[
         float | None,
-        Range(above=0, hint="use a finite number above 0, or the decoding method greedy, which is the limit for 0"),
+        Range(above=0, hint="use a finite number above 0; for the limit at 0, use the decoding method greedy"),
         _SAMPLE,
     ] = None
     """sample: temperature. Default: 1."""
@@ -61,8 +61,8 @@ class DecodingSettings(Checked):
     num_beams: Annotated[int | None, Range(1, 1000), _BEAM] = None
     """beam: number of beams. Default: 4."""
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
-    """beam: exponent of the length by which log probabilities are divided. Higher values favour longer captions.
-    Default: 1."""
+    """beam: length penalty: log probabilities are divided by the length to this power. Higher values favour longer
+    captions. Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
     """beam: stop once there are as many finished captions as beams. Default: stop once no better caption can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
@@ -97,7 +97,7 @@ def num_beams_of(settings: DecodingSettings) -> int:
 
 
 def length_penalty_of(settings: DecodingSettings) -> float:
-    """Return the exponent of the length by which log probabilities are divided."""
+    """Return the length penalty: the power of the length by which log probabilities are divided."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
@@ -110,7 +110,7 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_stored: bool = F
     """Return the effective decoding settings for a decoder, in a canonical form.
 
     `max_tokens` is limited by the decoder's context. Other values become None if they equal their defaults, and the
-    seed becomes 0 unless it is used, so that settings which give equal captions are equal.
+    seed becomes 0 unless it is used, so that settings with the same effect are equal.
 
     Args:
         context_length: Maximum number of tokens of the decoder.
@@ -180,8 +180,8 @@ class DecoderSettings(Checked):
     prefix = "decoder"
 
     lm: Annotated[str | None, FIRST_RUN] = None
-    """Causal language model from transformers that replaces the GPT-2, and reads the video as a prefix: a folder, which
-    must contain the tokenizer too, or the Hugging Face name of a model to download."""
+    """Causal language model from transformers that replaces the GPT-2 and reads the video as a prefix: a folder that
+    also contains the tokenizer, or the Hugging Face name of a model to download."""
     visual_tokens: Annotated[int, Range(1, 4096), _WITH_LM] = 32
     """Number of visual tokens per clip in the prefix of --decoder.lm."""
     reducer: Annotated[Reducer, _WITH_LM] = "pool"
@@ -193,14 +193,14 @@ class DecoderSettings(Checked):
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Pretrained GPT-2: a folder, which must contain the tokenizer too, or the name of a model to download (gpt2,
+    """Pretrained GPT-2: a folder that also contains the tokenizer, or the name of a model to download (gpt2,
     gpt2-medium, gpt2-xl)."""
     width: Annotated[int | None, SIZE] = None
     """Width of a decoder with random weights. Default: the width of --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
-    """Number of decoder blocks. Default: the number of --decoder.name."""
+    """Number of decoder blocks. Default: as in --decoder.name."""
     heads: Annotated[int | None, SIZE] = None
-    """Number of attention heads per decoder block. Default: the number of --decoder.name."""
+    """Number of attention heads per decoder block. Default: as in --decoder.name."""
     tokenizer: str | None = None
     """Tokenizer folder. Default: the tokenizer of the pretrained decoder, or a tokenizer trained on the captions."""
     vocabulary: Annotated[int, Range(257, 1_000_000)] = 8192
@@ -223,8 +223,8 @@ class DecoderSettings(Checked):
                 )
         if self.prompt.count(VIDEO_MARK) != 1:
             yield UserError(
-                f"--decoder.prompt is {self.prompt!r}, which has {VIDEO_MARK} {self.prompt.count(VIDEO_MARK)} times, "
-                "not once",
+                f"--decoder.prompt is {self.prompt!r}, which contains {VIDEO_MARK} "
+                f"{count_noun(self.prompt.count(VIDEO_MARK), 'time')} instead of once",
                 hint=f"write {VIDEO_MARK} once, at the position of the visual tokens",
                 flags=("--decoder.prompt",),
             )
@@ -237,7 +237,7 @@ class CaptionEvaluation(EvaluationSettings):
     lower_is_better = ("loss",)
 
     max_samples: Annotated[int, Range(least=2), EVERY] = 500
-    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k."""
+    """Maximum number of clips. Every k-th clip of the split is used, and k is as small as possible."""
     java: Annotated[bool, EVERY] = False
     """Also compute METEOR, which needs Java, and SPICE if --evaluate.spice-jars is set."""
     spice_jars: Annotated[Path | None, GoesWith("java", (True,))] = None
@@ -280,7 +280,7 @@ class CaptionerSettings(ClipSettings):
         return ("video", "decoder")
 
     def trains_besides_towers(self) -> bool:
-        """Return True if there is a projector, which is always trained, because --freeze does not accept it."""
+        """Return True if there is a projector. It is always trained, because --freeze does not accept projectors."""
         return self.decoder.lm is not None
 
     def adapts_pretrained(self) -> bool:
@@ -323,14 +323,14 @@ class CaptionerSettings(ClipSettings):
             if flag in typed and used:
                 other, value = used[0]
                 yield UserError(
-                    f"{flag} is {typed[flag]}, which has no effect: {other} is {value}, which has its own",
+                    f"{flag} is {typed[flag]}, which has no effect: {other} is {value}",
                     hint="omit it",
                     flags=(flag, other),
                 )
 
 
 def has_captioner(folder: Path) -> bool:
-    """Return True if a folder is a run of `train caption`, or has an encoder-decoder model of transformers.
+    """Return True if a folder is a run of `train caption`, or contains an encoder-decoder model of transformers.
 
     Only small JSON files are read.
     """
@@ -339,7 +339,7 @@ def has_captioner(folder: Path) -> bool:
 
 
 def _value(path: Path, name: str) -> object:
-    """Return an entry of a JSON file; None if the file is missing or damaged, which other code reports."""
+    """Return an entry of a JSON file; None if the file is missing or damaged (other code reports these errors)."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -366,8 +366,8 @@ class CaptionFlags(Checked):
     split: str = "val"
     """Split to evaluate on."""
     max_samples: Annotated[int, Range(least=1)] = 100_000
-    """Maximum number of clips. Every k-th clip of the split is used, with the smallest sufficient k (for at most 12 of
-    52 clips: every 5th, which are 11 clips)."""
+    """Maximum number of clips. Every k-th clip of the split is used, and k is as small as possible (at most 12 of 52
+    clips: every 5th clip, 11 in total)."""
     spice_jars: Path | None = None
     """Folder with the two jar files that SPICE needs. Default: SPICE is omitted."""
     decoding: Annotated[DecodingSettings | None, DECODING] = None
@@ -399,7 +399,7 @@ def caption_table(result: dict[str, Any]) -> Table:
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
-        f"{count_noun(result['num_samples'], 'clip')} (hash of their names {result['ids_hash']}); all metrics "
+        f"{count_noun(result['num_samples'], 'clip')} (hash of the clip names: {result['ids_hash']}); all metrics "
         "times 100",
         captions=result["decoding"],
         loss=result["loss_rule"],
@@ -433,7 +433,7 @@ class ChunkDecoding(DecodingSettings):
     top_p: Annotated[float | None, Range(above=0, most=1), Needs("method", ("sample",))] = None
     """sample: total probability of the most likely tokens to sample from (nucleus sampling). Default: 0.9."""
     seed: int = 0
-    """sample: random seed, combined with the key and the start of the clip and the number of the caption."""
+    """sample: random seed, combined with the clip's key and start and the caption's index."""
 
     def with_defaults(self) -> "ChunkDecoding":
         """Return the settings, with this command's defaults for sampling."""
@@ -511,7 +511,7 @@ TASK = TaskSpec(
     adopt=import_late("clipmill.train.tasks.caption.export:adopted_captioner"),
     adoptable="a captioner of TimeSformer and GPT-2",
     features=Features(
-        description="the encoder's class token, or the mean of its tokens where it has none",
+        description="the encoder's class token, or the mean of all tokens if the encoder has no class token",
         inputs=lambda task: task.inputs,
     ),
     first_run=FirstRun(cpu_preset="tiny"),

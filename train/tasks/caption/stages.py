@@ -1,4 +1,4 @@
-"""Pipeline stages of a captioner, which is treated as a flat list of layers that can be cut anywhere.
+"""Pipeline stages of a captioner. The captioner is a flat list of layers that can be split anywhere:
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x
@@ -46,21 +46,21 @@ class Layer:
     """Layer of a captioner.
 
     Attributes:
-        number: Index of a block; 0 for other layers.
+        index: Index of a block; 0 for other layers.
     """
 
     kind: LayerKind
-    number: int = 0
+    index: int = 0
 
 
 def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
     """Return the layers of a captioner with the given numbers of blocks, in order."""
     return (
         Layer("video_embedding"),
-        *(Layer("video_block", number) for number in range(video_depth)),
+        *(Layer("video_block", index) for index in range(video_depth)),
         Layer("video_norm"),
         Layer("token_embedding"),
-        *(Layer("text_block", number) for number in range(text_depth)),
+        *(Layer("text_block", index) for index in range(text_depth)),
         Layer("head"),
     )
 
@@ -74,7 +74,7 @@ def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
 
 
 def owners_of(name: str) -> tuple[Layer, ...]:
-    """Return the layers to which a parameter or buffer belongs. The tied token embedding belongs to two layers.
+    """Return the layers that a parameter or buffer belongs to. The tied token embedding belongs to two layers.
 
     Raises:
         ValueError: A captioner has no parameter or buffer with this name.
@@ -113,7 +113,7 @@ class CaptionerPart(nn.Module):
     """Consecutive layers of a captioner.
 
     The constructor removes the parameters of all other layers from the captioner. If the captioner was built on the
-    meta device, they never need memory.
+    meta device, these parameters never need memory.
 
     Args:
         start: Index of the first layer.
@@ -174,9 +174,9 @@ class CaptionerPart(nn.Module):
 
     def start(self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
         """Return a cache for the text blocks of this part (`Gpt2.start`)."""
-        numbers = [layer.number for layer in self.layers if layer.kind == "text_block"]
+        indices = [layer.index for layer in self.layers if layer.kind == "text_block"]
         decoder = self._decoder()
-        return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, block_indices=numbers)
+        return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, block_indices=indices)
 
     def step(self, inputs: torch.Tensor, cache: TextCache) -> torch.Tensor:
         """Run the layers of the decoder on the tokens that follow the cached tokens.
@@ -194,27 +194,27 @@ class CaptionerPart(nn.Module):
         return decoder.logits(x_RLD[:, -1]) if self.is_last else x_RLD
 
     def _run(
-        self, layer: Layer, carried: tuple[torch.Tensor, ...], tokens: torch.Tensor | None
+        self, layer: Layer, inputs: tuple[torch.Tensor, ...], tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         decoder = self._decoder()
         tower = _tower_of(self)
         match layer.kind:
             case "video_embedding":
-                return (tower.embed(carried[0]),)
+                return (tower.embed(inputs[0]),)
             case "video_block":
-                return (tower.transformer.run(layer.number, carried[0]),)
+                return (tower.transformer.run(layer.index, inputs[0]),)
             case "video_norm":
-                x = tower.finish(carried[0])
+                x = tower.finish(inputs[0])
                 return (x if self.projection is None else self.projection(x),)
             case "token_embedding":
                 if tokens is None:
                     raise ValueError("the part with the token embedding needs tokens")
-                return (carried[0], decoder.embed(tokens.flatten(0, -2)))
+                return (inputs[0], decoder.embed(tokens.flatten(0, -2)))
             case "text_block":
-                video, text = carried
-                return (video, decoder.transformer.run(layer.number, text, video))
+                video, text = inputs
+                return (video, decoder.transformer.run(layer.index, text, video))
             case "head":
-                return (decoder.logits(carried[1]),)
+                return (decoder.logits(inputs[1]),)
 
     def _decoder(self) -> Gpt2:
         assert isinstance(self.decoder, Gpt2)
@@ -242,7 +242,7 @@ def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
 
 
 def complete_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
-    """Return a module that every pipeline stage calls like a complete captioner; for a single stage, `model` itself."""
+    """Return a module that each pipeline stage can call like a complete captioner; `model` if there is one stage."""
     if stages.size == 1:
         return model
     assert isinstance(model, CaptionerPart)

@@ -54,9 +54,9 @@ from clipmill.train.tasks.caption.model import (
     build_captioner,
     decoder_facts,
     decoder_of_start,
+    fit_captioner,
     open_decoder,
     start_facts,
-    start_of_captioner,
 )
 from clipmill.train.tasks.caption.spec import METRIC_LABELS, CaptionerSettings, DecodingSettings, fit_decoding
 from clipmill.train.tasks.caption.stages import complete_captioner, layers_of, part_of
@@ -112,7 +112,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that belong to the weights: the tokenizer and, for a language model, its configuration."""
+        """Return the files that belong to the weights: the tokenizer, and a language model's configuration."""
         if isinstance(self.decoder, LanguageDecoder):
             return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in self.decoder.files.items()}
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
@@ -121,8 +121,8 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         """Open this rank's part of the clips and captions in the training split.
 
         Raises:
-            UserError: The split is empty, the decoder cannot be opened, its context is too short, or the settings of an
-                evaluation are invalid.
+            UserError: The split is empty, the decoder cannot be opened, the decoder's context is too short, or the
+                settings of an evaluation are invalid.
         """
         settings = self._settings
         sets: list[Samples[ClipReader]] = []
@@ -138,7 +138,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         samples = self.open_mixture(open_folder_of)
         _ = sets[0].captions.tokenizer  # create the tokenizer now, because the decoder depends on it
         self._captions_per_clip = f"{sum(samples.captions.num_entries for samples in sets) / sum(map(len, sets)):.3g}"
-        # Check the decoding settings now, so that errors in them are reported before training starts.
+        # Check the decoding settings now, so that their errors are reported before training starts.
         self.decoding()
         if settings.evaluate.every and settings.evaluate.java:
             require_java(settings.evaluate.spice_jars)
@@ -182,11 +182,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
 
     def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
         """Fit weights to the captioner, or to its tower if the weights have no decoder."""
-        return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
+        return fit_captioner(model, source, allow=self._settings.init.allow, say=say)
 
     def fit_all_parameters(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
         """Fit the weights of a captioner to the tower and the decoder."""
-        return start_of_captioner(model, source, allow=(), say=say)
+        return fit_captioner(model, source, allow=(), say=say)
 
     def build_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
         """Build a captioner with its initial weights, and freeze the parts that the settings list."""
@@ -210,7 +210,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return [*blocks, *language_blocks(model.decoder)] if isinstance(model, LanguageCaptioner) else blocks
 
     def build_objective(self, samples: "AnySamples", world: World) -> Objective:
-        """Build the objective, the cross-entropy of tokens."""
+        """Build the objective: the cross-entropy of tokens."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
         decoder = self.decoder
         return CaptionLoss(
@@ -221,11 +221,11 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """Return the layers of a captioner, which a pipeline distributes over its stages."""
+        """Return the layers of a captioner, for distribution over the stages of a pipeline."""
         return layers_of(model)
 
     def extract_layers(self, model: Captioner, layers: range) -> nn.Module:
-        """Return the pipeline stage that holds the given layers of a captioner."""
+        """Return the pipeline stage that consists of the given layers of a captioner."""
         return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
@@ -272,7 +272,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return world.first(metrics) if evaluation.java else metrics(), losses
 
     def decoding(self, settings: DecodingSettings | None = None) -> DecodingSettings:
-        """Return the effective decoding settings, which are limited by the decoder's context.
+        """Return the effective decoding settings, limited by the decoder's context.
 
         Args:
             settings: Decoding settings. Default: the settings of the run.
@@ -292,7 +292,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
 
 @dataclass
 class GeneratedCaptions:
-    """Captions that were generated for this rank's clips.
+    """Generated captions of this rank's clips.
 
     Attributes:
         captions: Captions by index of the clip.
@@ -351,7 +351,7 @@ def mean_loss(parts: Sequence[GeneratedCaptions]) -> float:
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
-        raise FailedWork(f"none of {count_noun(sum(len(part.failed) for part in parts), 'clip')} could be decoded")
+        raise FailedWork(f"no clip could be decoded ({sum(len(part.failed) for part in parts):,} failed)")
     loss = sum(part.summed_loss for part in parts) / num_tokens
     if not math.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")
@@ -367,8 +367,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return the metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and Java metrics.
 
-    The numbers of failed clips, of empty captions, and of clips whose references have no words are included if they are
-    not 0.
+    The result includes the number of failed clips, of empty captions, and of clips whose references have no words,
+    unless the number is 0.
 
     Args:
         references: Function that takes the index of a clip and returns all its captions.
@@ -379,13 +379,13 @@ def metrics_of(
         UserError: No clip has references with words.
     """
     loss = mean_loss(parts)
-    captions = {str(number): text for part in parts for number, text in part.captions.items()}
+    captions = {str(index): text for part in parts for index, text in part.captions.items()}
     captions, all_references, wordless_clips = comparable_captions(
         captions, {name: references(int(name)) for name in captions}
     )
     scores = score_captions(captions, all_references, with_java=with_java, spice_jars=spice_jars)
     if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
-        raise FailedWork(f"no {METRIC_LABELS[min(missing)]}: {scores.absent[min(missing)]}")
+        raise FailedWork(f"{METRIC_LABELS[min(missing)]} cannot be computed: {scores.absent[min(missing)]}")
     counts = {
         "num_failed": sum(len(part.failed) for part in parts),
         "num_empty": len(scores.empty),
@@ -409,7 +409,7 @@ def comparable_captions(
     comparable = {name: texts for name, texts in references.items() if name not in set(wordless_clips)}
     if wordless_clips and not comparable:
         raise UserError(
-            f"no reference of {count_noun(len(wordless_clips), 'clip')} has words, so no caption can be scored",
+            f"no reference contains words ({count_noun(len(wordless_clips), 'clip')}), so no caption can be scored",
             hint="check the captions of this split: they are empty, or contain only punctuation",
         )
     return {name: captions[name] for name in comparable}, comparable, wordless_clips
@@ -502,18 +502,18 @@ def bucket_step(step: Step, *, num_samples: int) -> Step:
     """Return the step, with smaller microbatches if there are enough samples.
 
     Samples are sorted by length, and each microbatch is padded only to its longest caption. The number of microbatches
-    depends only on the number of samples, so it is equal on all ranks, as FSDP requires: it gathers the weights on all
-    ranks for each microbatch.
+    depends only on the number of samples, so it is the same on all ranks. FSDP requires this, because it gathers the
+    weights on all ranks for each microbatch.
     """
     size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
     return replace(step, microbatch=min(size, step.microbatch or size))
 
 
 def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
-    """Remove the last positions that are padding in all captions, but keep at least one position.
+    """Remove the trailing positions that are padding in all captions, but keep at least one position.
 
     Args:
-        longest: Number of tokens of the longest caption. Default: count the tokens, for which the CPU waits for the
+        longest: Number of tokens of the longest caption. Default: count the tokens, which makes the CPU wait for the
             device.
     """
     if longest is None:

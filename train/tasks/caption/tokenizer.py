@@ -1,4 +1,4 @@
-"""Tokenizer of captions: a byte-level BPE like GPT-2's, which is read from a folder or trained on the captions.
+"""Caption tokenizer: a byte-level BPE like GPT-2's, read from a folder or trained on the captions.
 
 The tokenizers library, which can read GPT-2's files, does the work.
 
@@ -38,7 +38,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
-    """Byte-level BPE, which converts any text to tokens and back.
+    """Byte-level BPE that converts any text to tokens and back.
 
     Args:
         where: Source of the tokenizer, for messages.
@@ -56,11 +56,11 @@ class CaptionTokenizer:
         end_id = tokenizer.token_to_id(end)
         if end_id is None:
             special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+            special_tokens = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
             raise UserError(
-                f"the tokenizer of {where} has no {end}, the token at the end of a caption; its special tokens: "
-                f"{', '.join(special) or 'none'}",
-                hint=f"rename the token that ends texts to {end} in {TOKENIZER_FILE}, which keeps its ID, or use the "
-                "tokenizer of a GPT-2",
+                f"the tokenizer of {where} has no {end}, the token at the end of a caption; {special_tokens}",
+                hint=f"in {TOKENIZER_FILE}, rename the token that ends texts to {end} without changing its ID, or use "
+                "the tokenizer of a GPT-2",
             )
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -70,8 +70,8 @@ class CaptionTokenizer:
         if missing := [letter for letter, encoding in encodings if not encoding.ids or end_id in encoding.ids]:
             raise UserError(
                 f"the tokenizer of {where} has no tokens for {len(missing)} of {len(_LETTERS)} letters and digits, "
-                f"such as {missing[0]!r}, which captions would lose",
-                hint="use the folder of a complete GPT-2 tokenizer: this tokenizer is truncated, or of another kind",
+                f"such as {missing[0]!r}: captions would lose these characters",
+                hint="use the folder of a complete GPT-2 tokenizer: this tokenizer is truncated or of a different kind",
             )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
@@ -115,7 +115,7 @@ class CaptionTokenizer:
         return ids
 
     def as_json(self) -> bytes:
-        """Return the content of tokenizer.json, which `read_tokenizer` reads."""
+        """Return the content of a tokenizer.json for `read_tokenizer`."""
         return str(self._tokenizer.to_str()).encode()
 
 
@@ -128,7 +128,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
     """Train a byte-level BPE on captions (Sennrich et al. 2016). Equal texts yield equal tokenizers.
 
     Args:
-        vocabulary_size: Maximum size of the vocabulary. A few short texts may have too few pairs to reach it.
+        vocabulary_size: Maximum size of the vocabulary. A few short texts may have too few pairs to reach this size.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -146,7 +146,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder has the files that `read_tokenizer` needs."""
+    """Return True if a folder contains the files that `read_tokenizer` needs."""
     return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _GPT2_FILES)
 
 
@@ -188,13 +188,13 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
 
 
 class TargetCaptions(Captions):
-    """Captions of clips as targets for the decoder, which batches contain as `targets`.
+    """Captions of clips as targets for the decoder (`targets` in a batch).
 
     A training sample has `per_visit` captions, drawn from the captions of its clip without replacement. An evaluation
     uses the first captions of the clip. If a clip has fewer captions, the remaining rows are padding.
 
     Args:
-        make_tokenizer: Function that takes all captions, on which it may train a tokenizer, and returns the tokenizer.
+        make_tokenizer: Function that takes all captions and returns a tokenizer. It may train one on the captions.
         max_tokens: Number L of tokens per caption, including the end token. Longer captions are truncated and counted.
         per_visit: Number K of captions per sample.
     """
@@ -220,7 +220,7 @@ class TargetCaptions(Captions):
         """Return the number of samples per epoch, so that an epoch has about one visit per caption.
 
         Args:
-            num_samples: Number of clips, which is the minimum of the result.
+            num_samples: Number of clips. The result is at least this number.
         """
         return max(num_samples, self.num_entries / self._per_visit)
 
@@ -229,7 +229,7 @@ class TargetCaptions(Captions):
         return self.tokenizer.count_longer(self.all_texts(), max_tokens=self._max_tokens)
 
     def facts(self) -> tuple[Any, ...]:
-        """Return a hash of the tokenizer, which is part of the fingerprint of the samples."""
+        """Return a hash of the tokenizer for the fingerprint of the samples."""
         return (sha256(self.tokenizer.as_json()).hexdigest(),)
 
     def describe(self) -> list[str]:

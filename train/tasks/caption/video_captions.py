@@ -67,12 +67,12 @@ class TrainedCaptioner:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hash of the weights, which is equal for a run and its exports."""
+        """Hash of the weights, which is the same for a run and its exports."""
         return identity_of(self.model, self.trained.settings, task=self.task.name)
 
     @property
     def source(self) -> str:
-        """Name of the model as a source of captions: its name without forbidden characters, and a hash."""
+        """Name of the model as a source of captions: `name` without forbidden characters, and a hash."""
         name = re.sub(r"[^\w.-]+", "-", self.name)
         return f"{name}@{self.weights_sha256[:8]}"
 
@@ -83,7 +83,7 @@ class TrainedCaptioner:
         """Generate captions for the clips of a batch.
 
         Args:
-            samples: Numbers that identify the captions. Sampling depends on them.
+            samples: Numbers that identify the captions. Sampling depends on these numbers.
             rows_per_video: Number of captions per clip. Captions of the same clip are adjacent.
 
         Returns:
@@ -111,7 +111,7 @@ def caption_files(
     *,
     length: str,
     out: Path | None,
-    form: VideoFormat | None,
+    file_format: VideoFormat | None,
     batch: int,
     overrides: Overrides,
     decoding: DecodingSettings | None,
@@ -125,16 +125,16 @@ def caption_files(
     """
     if batch < 1:
         raise UserError(f"--batch {batch} is less than 1", hint="use 1 or more", flags=("--batch",))
-    if form is not None and out is None:
+    if file_format is not None and out is None:
         raise UserError(
-            f"--format {form} applies only to files, but there is no --out",
+            f"--format {file_format} applies only to files, but there is no --out",
             hint="add --out, or omit --format to print lines",
             flags=("--format",),
         )
     window_us, videos = parse_length_us(length), find_videos(paths)
     if out is not None:  # use absolute paths, because the file may be read in another working directory
         videos = [video.parent.resolve() / video.name for video in videos]
-    sink = print_windows() if out is None else open_sink(out, videos, form=form)
+    sink = print_windows() if out is None else open_sink(out, videos, file_format=file_format)
     with Activity(f"loading {weights}"):
         captioner = open_captioner(weights, overrides=overrides, say=partial(print, file=sys.stderr))
     settings, decoding = captioner.trained.settings, captioner.task.decoding(decoding)
@@ -260,20 +260,20 @@ def srt_time(time_us: int) -> str:
     return f"{hours:02d}:{minutes:02d}:{seconds:02d},{milliseconds:03d}"
 
 
-def format_of(path: Path, form: VideoFormat | None) -> VideoFormat:
+def format_of(path: Path, file_format: VideoFormat | None) -> VideoFormat:
     """Return the format of an output file, from --format or the file's suffix.
 
     Raises:
-        UserError: Neither of them selects a format, or they contradict each other.
+        UserError: Neither --format nor the suffix selects a format, or the two contradict each other.
     """
     suffix = next((name for name in WRITERS if path.suffix.lower() == f".{name}"), None)
-    if form is not None and suffix not in (None, form):
+    if file_format is not None and suffix not in (None, file_format):
         raise UserError(
-            f"--out {path} ends in .{suffix}, but --format is {form}",
+            f"--out {path} ends in .{suffix}, but --format is {file_format}",
             hint="omit --format, or the suffix",
             flags=("--out", "--format"),
         )
-    if (selected := form or suffix) is not None:
+    if (selected := file_format or suffix) is not None:
         return selected
     raise UserError(
         f"--out {path} has no known format",
@@ -300,7 +300,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # Use newline="", because the format defines the line ends, regardless of the system.
+    # Use newline="", because the format defines the line endings, regardless of the operating system.
     with publish_atomically(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
@@ -320,28 +320,28 @@ def print_windows() -> Iterator[Emit]:
 
 
 @contextmanager
-def one_file(writer: AbstractContextManager[Write]) -> Iterator[Emit]:
+def write_one_file(writer: AbstractContextManager[Write]) -> Iterator[Emit]:
     """Write all windows to one file, and publish it at the end of the block."""
-    with _writing():
+    with _explain_write_errors():
         write = writer.__enter__()
 
     def emit(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
-            with _writing():
+            with _explain_write_errors():
                 write(event)
 
     try:
         yield emit
     except BaseException:
-        with _writing():
+        with _explain_write_errors():
             writer.__exit__(*sys.exc_info())
         raise
-    with _writing():  # convert only errors of the file, not errors of the block
+    with _explain_write_errors():  # convert only errors of the file, not errors of the block
         writer.__exit__(None, None, None)
 
 
 @contextmanager
-def file_per_video(paths: dict[Path, Path]) -> Iterator[Emit]:
+def write_file_per_video(paths: dict[Path, Path]) -> Iterator[Emit]:
     """Write the subtitles of each video to a separate file, which is published at the end of the video.
 
     A failed video without captioned windows gets no file.
@@ -356,7 +356,7 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Emit]:
             windows.append(event)
             return
         if windows or event.failure is None:
-            with _writing(), srt_writer(paths[event.video]) as write:
+            with _explain_write_errors(), srt_writer(paths[event.video]) as write:
                 for window in windows:
                     write(window)
         windows.clear()
@@ -364,7 +364,7 @@ def file_per_video(paths: dict[Path, Path]) -> Iterator[Emit]:
     yield emit
 
 
-def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) -> AbstractContextManager[Emit]:
+def open_sink(out: Path, videos: Sequence[Path], *, file_format: VideoFormat | None) -> AbstractContextManager[Emit]:
     """Open the output that `--out` and `--format` select.
 
     An SRT file contains the subtitles of one video. For several videos, or if `out` is a folder, each video gets a
@@ -373,8 +373,8 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
     Raises:
         UserError: The format is unknown, or a file exists already or cannot be written.
     """
-    form = format_of(out, form)
-    is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
+    file_format = format_of(out, file_format)
+    is_folder = file_format == "srt" and (out.is_dir() or len(videos) > 1)
     if is_folder and (out.suffix.lower() == ".srt" or (out.exists() and not out.is_dir())):
         raise UserError(
             f"--out {out} is one file, but {len(videos)} videos need separate subtitle files",
@@ -383,7 +383,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
         )
     if out.is_dir() and not is_folder:
         raise UserError(
-            f"--out {out} is a folder", hint=f"use a file, such as {out / 'captions'}.{form}", flags=("--out",)
+            f"--out {out} is a folder", hint=f"use a file, such as {out / 'captions'}.{file_format}", flags=("--out",)
         )
     if out.exists() and not out.is_dir() and not out.is_file():
         # Publishing would replace a device or a pipe with a file.
@@ -405,16 +405,16 @@ def open_sink(out: Path, videos: Sequence[Path], *, form: VideoFormat | None) ->
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be created: {error.strerror or error}",
-            hint="use a folder in which files can be written",
+            hint="use a writable folder",
             flags=("--out",),
         ) from error
     if is_folder:
-        return file_per_video(dict(zip(videos, files, strict=True)))
-    return one_file(WRITERS[form](out))
+        return write_file_per_video(dict(zip(videos, files, strict=True)))
+    return write_one_file(WRITERS[file_format](out))
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def _explain_write_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """Windows of video files: decode any video file, divide it into windows of fixed length, and caption the windows.
 
-Files are opened only as video containers, through the file protocol, so a playlist with the file name of a video cannot
+Files are opened only as video containers, through the file protocol, so a playlist that is named like a video cannot
 open other files. clipmill.shards.timeline determines which frame is displayed at which time, as for the chunks that
 prep makes.
 """
@@ -57,7 +57,7 @@ class VideoTiming:
     Attributes:
         end_us: End of the last frame.
         last_us: Presentation time of the last frame.
-        missing_us: Duration in the header that no packet covers; 0 if it may be due to rounding.
+        missing_us: Part of the duration in the header that no packet covers; 0 if rounding may be the reason.
         fps: Frames per second; the mean rate if the rate varies.
         timeline: Times and shape of the frames.
         packets: Packets of the video track.
@@ -132,7 +132,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
                 yield TimedFrame(time_s * US_PER_S, frame, timeline.aspect_at(time_s))
     except _Unreadable as error:
         position = f"after {float(last):.2f} s" if num_frames else "from the start"
-        raise VideoFailed(f"it cannot be decoded {position}: {error}") from error
+        raise VideoFailed(f"cannot be decoded {position}: {error}") from error
     if not num_frames:
         raise VideoFailed("no frame can be decoded")
     if last < timeline.last - _SLACK_S:
@@ -143,7 +143,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
 
 
 class _Unreadable(VideoFailed):
-    """Error that libav reported while it was reading or decoding a video."""
+    """Error that libav reports while reading or decoding a video."""
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def _open_container(path: Path) -> "Iterator[InputContainer]":
             raise VideoFailed("the file is empty")
         container = open_container(f"file:{os.fspath(path)}")
     except (OSError, ValueError) as error:  # base classes of libav's errors
-        raise VideoFailed(f"it cannot be opened as a video: {_reason(error)}") from error
+        raise VideoFailed(f"cannot be opened as a video: {_reason(error)}") from error
     try:
         with container:
             yield container
@@ -188,7 +188,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
         videos = _in_folder(path) if path.is_dir() else [path]
         if not videos:
             raise UserError(
-                f"the folder {shown_name(path)} holds no videos",
+                f"the folder {shown_name(path)} contains no videos",
                 hint=f"use a folder with files that end in one of: {' '.join(sorted(SUFFIXES))}",
             )
         for video in videos:
@@ -264,7 +264,7 @@ def parse_length_us(length: str, *, flag: str = "--len") -> int:
 
 @dataclass(frozen=True)
 class WindowClip:
-    """A window with the frames that are sampled from it.
+    """A window with its sampled frames.
 
     Attributes:
         video: Frames as YUV 4:2:0 planes, uint8 [T, S * S * 3 / 2] (clipmill.train.data.clip_frames).
@@ -303,11 +303,11 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
         yield WindowClip(window, video, colour, timing.end_us)
     if timing.missing_us:
         end_s, promised_s = timing.end_us / US_PER_S, (timing.end_us + timing.missing_us) / US_PER_S
-        raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, but it ends at {end_s:.2f} s")
+        raise VideoFailed(f"the file is cut off: it ends at {end_s:.2f} s, but its header promises {promised_s:.2f} s")
 
 
 class _FrameSampler:
-    """Sampler of frames at ascending times, in one pass over a video. It holds two frames at a time."""
+    """Sampler of frames at ascending times, in one pass over a video. Only two frames are in memory at a time."""
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
@@ -410,7 +410,7 @@ class VideoEnd:
     """End of a video.
 
     Attributes:
-        failure: Reason if the video could not be read to its end; all earlier windows are valid. None for success.
+        failure: Reason why the video could not be read to its end; None on success. All earlier windows are valid.
     """
 
     video: Path
@@ -437,7 +437,7 @@ def caption_videos(
         sampling: Rule for the choice of frames in a window.
         size_px: Side length of the frames.
         length_us: Length of a window.
-        batch: Number of windows that are captioned together.
+        batch: Number of windows to caption together.
     """
     items = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
     for group in _decode_ahead(_groups(items, batch=batch)):
@@ -473,7 +473,7 @@ def _decode_ahead(groups: Iterator[Group]) -> Iterator[Group]:
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """Yield groups of `batch` clips, in which the ends of videos follow their clips."""
+    """Yield groups of up to `batch` clips. The end of a video follows the clips of the video."""
     group: Group = []
     num_clips = 0
     for item in clips:

@@ -207,7 +207,7 @@ def test_chunks_that_cannot_be_decoded_are_listed_and_have_no_row(
         (["--segment", "5"], '--segment "5" is not a length'),
         (["--num-samples", "0"], "--num-samples is 0"),
         (["--method", "greedy", "--num-samples", "5"], "--num-samples 5 has no effect with --method greedy"),
-        (["--temperature", "0"], "or the decoding method greedy"),
+        (["--temperature", "0"], "use the decoding method greedy"),
         (["--max-tokens", "13"], "--max-tokens is 13, but the decoder's context has 12 tokens"),
     ],
 )

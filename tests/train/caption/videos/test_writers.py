@@ -109,7 +109,7 @@ def test_a_place_that_takes_no_files_is_named_before_the_work(
     monkeypatch.chdir(tmp_path)
     form: VideoFormat = "json" if out.endswith("json") else "srt"
     with pytest.raises(UserError, match=f"--out {out} ") as error:
-        open_sink(Path(out), [Path("a.mp4")], form=form)
+        open_sink(Path(out), [Path("a.mp4")], file_format=form)
     assert error.value.hint and not list(tmp_path.iterdir())
 
 
@@ -127,12 +127,12 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: 
     path.write_text("old")
     form: VideoFormat | None = None if Path(out).suffix else "srt"
     with pytest.raises(UserError, match=f"{path} exists already"):
-        open_sink(tmp_path / out, [Path(f"{video}.mp4") for video in videos], form=form)
+        open_sink(tmp_path / out, [Path(f"{video}.mp4") for video in videos], file_format=form)
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
 
 
 def test_a_place_that_goes_away_fails_the_work(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path / "new/c.json", [Path("a.mp4")], form=None)
+    sink = open_sink(tmp_path / "new/c.json", [Path("a.mp4")], file_format=None)
     (tmp_path / "new").rmdir()
     with pytest.raises(FailedWork, match="captions cannot be written"), sink:
         pass
