@@ -67,7 +67,7 @@ def test_a_loss_with_a_setting_that_there_is_not_stops_nothing_else(tmp_path: Pa
     declare(tmp_path, "odd", {"losses": {"odd-settings": "odd_settings:LOSS"}})
     with installed_here(tmp_path):
         assert Loss().kind == "infonce"
-        with pytest.raises(UnusablePart, match="has settings that --loss does not have: temprature"):
+        with pytest.raises(UnusablePart, match="has settings that --loss does not define: temprature"):
             LOSSES["odd-settings"]
 
 

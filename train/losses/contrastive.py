@@ -1,25 +1,25 @@
-"""Base classes for contrastive objectives, which compute the loss of a global batch and its gradients.
+"""Base classes for contrastive objectives: the loss of a global batch, and the gradients of this loss.
 
 The global batch contains the pairs of all ranks, in the order of the ranks.
 
 Shape suffixes: b pairs on this rank, B pairs in the global batch, E embedding width, R pairs in a microbatch or rows in
 a block.
 
-The loss needs all embeddings of the global batch at once, but the towers do not have to hold the activations of all
-samples (GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the gradients
-of the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same dropout, and
-backpropagates its slice of these gradients.
+The loss needs all embeddings of the global batch together, but the activations of all samples need not be in memory
+together (GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the
+gradients of the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same
+dropout, and backpropagates the microbatch's slice of these gradients.
 
 The gradients with respect to the embeddings are computed by autograd (`AutogradObjective`) or in closed form
 (`Similarities`). A closed form requires a loss that is a function of the similarities s_ij of clip i and caption j.
 Each rank computes the similarities between its clips and all captions, and between its captions and all clips. The
 ranks gather embeddings and a few values per pair, but never gradients (FastCLIP, section 4). The loss must therefore
-provide the weights W_ij, its derivatives with respect to s_ij, in the form
+provide the weights W_ij, which are the derivatives of the loss with respect to s_ij, in the form
 
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and a separate value for each positive pair (i = j)
 
-Here, x_i stands for a few values per clip, and y_j for a few values per caption, which the ranks exchange. The closed
-form makes three passes over blocks of the similarity matrix, and does not copy the matrix.
+Here, x_i stands for a few values per clip, and y_j for a few values per caption. The ranks exchange these values. The
+closed form makes three passes over blocks of the similarity matrix, and does not copy the matrix.
 """
 
 import math
@@ -37,8 +37,8 @@ from clipmill.train.distributed.world import Step, World
 from clipmill.train.losses.objective import Objective
 from clipmill.train.losses.settings import LOSSES, Loss
 
-# Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. It is finite
-# because 0 times infinity would be NaN.
+# Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. The value is
+# finite, because 0 times infinity would be NaN.
 MASK_VALUE = -1e4
 # Number of similarities per block (8 MB in float32), so that a block and its temporary copies fit in the CPU cache.
 _BLOCK = 1 << 21
@@ -68,7 +68,7 @@ class Similarities:
         pair_b: Similarities of this rank's positive pairs.
         nearest_b: Similarity between each of this rank's clips and its nearest negative.
         num_pairs: Number of pairs in the global batch, B.
-        local_rows: Rows of the global batch that hold this rank's pairs.
+        local_rows: Rows of the global batch that contain this rank's pairs.
     """
 
     def __init__(self, video_bE: torch.Tensor, text_bE: torch.Tensor, world: World) -> None:
@@ -219,7 +219,7 @@ _TOLERANCE = 1e-5  # maximum rounding difference between a clip's similarities w
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSize:
-    """Size of the training set, which global losses need to allocate and update their per-sample state.
+    """Size of the training set, for allocating and updating the per-sample state of global losses.
 
     Attributes:
         num_clips: Number of clips. Clip IDs range from 0 to num_clips - 1.
@@ -243,7 +243,7 @@ class Contrast:
         video_grad_bE: Gradient with respect to the embeddings of this rank's clips.
         text_grad_bE: Gradient with respect to the embeddings of this rank's captions.
         parameter_grads: Gradients with respect to the objective's parameters, by parameter name.
-        metrics: Scalars to log, which are equal on all ranks.
+        metrics: Scalars to log. They are the same on all ranks.
     """
 
     loss: torch.Tensor
@@ -367,8 +367,8 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     with torch.no_grad():
         # Restore the buffers after the first pass, so that only the second pass updates them.
         with keep_buffers(model):
-            for number, microbatch in enumerate(microbatches):
-                with step.seed_generators(number):
+            for index, microbatch in enumerate(microbatches):
+                with step.seed_generators(index):
                     first_pass.append(embed(microbatch))
         video_bE, text_bE = (torch.cat(embeddings_RE) for embeddings_RE in zip(*first_pass, strict=True))
         grads_bE = gradients(video_bE, text_bE)
@@ -377,8 +377,8 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
     has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"skips_frozen": True} if has_frozen_tower else {}
-    for number, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
-        with step.sync_context(number == len(microbatches) - 1), step.seed_generators(number):
+    for index, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
+        with step.sync_context(index == len(microbatches) - 1), step.seed_generators(index):
             _backpropagate(embed(microbatch, **options), grads, step)
 
 
@@ -428,7 +428,8 @@ class Pairs:
         video_bE, text_bE: Embeddings of this rank's clips and captions. Row i of both tensors is a pair.
         video_BE, text_BE: Embeddings of all clips and captions in the global batch.
         target_b: Row of each of this rank's pairs in the global batch (int64).
-        scale: 1 / temperature (scalar), tracked by autograd if the temperature is trained; 1 for losses without one.
+        scale: 1 / temperature (scalar), tracked by autograd if the temperature is trained; 1 for a loss without a
+            temperature.
         batch: Batch of this rank, with `clip_id`, `caption_id`, `relevancy` and other fields.
     """
 
@@ -461,8 +462,8 @@ class AutogradObjective(ContrastiveObjective):
         function: LossFunction = self._settings.spec.load()
         loss = function(pairs, self._settings)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
-            got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(f"the loss {self._settings.kind} returned {got}, not a scalar tensor with a gradient")
+            kind = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(f"the loss {self._settings.kind} returned {kind}, not a scalar tensor with a gradient")
         return loss
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -501,7 +502,7 @@ class AutogradObjective(ContrastiveObjective):
 
 
 class _DifferentiableGather(torch.autograd.Function):
-    """Differentiable gather, whose backward pass sums the gradients of each row over all ranks.
+    """Differentiable gather. The backward pass sums the gradients of each row over all ranks.
 
     The forward pass returns `global_BF`, which the caller has already gathered.
     """

@@ -42,7 +42,7 @@ class Modality:
 
     Attributes:
         table: State of all clips, or of all captions, in the training set.
-        num_all: Number of clips, or of captions, in the training set.
+        num_ids: Number of clip IDs, or of caption IDs, in the training set.
         ids_B: IDs of the clips or captions in the global batch.
         group_B: Group of each ID (`groups`).
         state_BC: Rows of the table for these IDs, before the step.
@@ -50,7 +50,7 @@ class Modality:
     """
 
     table: ShardedRows
-    num_all: int
+    num_ids: int
     ids_B: torch.Tensor
     group_B: torch.Tensor
     state_BC: torch.Tensor
@@ -207,18 +207,18 @@ class GlobalContrast(ContrastiveObjective):
                 hint="use --loss.kind infonce with these data",
                 flags=("--loss.kind",),
             )
-        num_all = (self._dataset.num_clips, self._dataset.num_captions)
-        clip_id_b = _check_ids(batch["clip_id"], "clip", num_all[0])
-        caption_id_b = _check_ids(batch["caption_id"], "caption", num_all[1])
+        dataset = self._dataset
+        clip_id_b = _check_ids(batch["clip_id"], "clip", dataset.num_clips)
+        caption_id_b = _check_ids(batch["caption_id"], "caption", dataset.num_captions)
         ids_B2 = step.world.gather(send(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
         modalities = []
-        for number, table in enumerate((self.clips, self.captions)):
-            ids_B = ids_B2[:, number]
+        tables = ((self.clips, dataset.num_clips), (self.captions, dataset.num_captions))
+        for ids_B, (table, num_ids) in zip(ids_B2.unbind(dim=1), tables, strict=True):
             state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
             modalities.append(
                 Modality(
                     table=table,
-                    num_all=num_all[number],
+                    num_ids=num_ids,
                     ids_B=ids_B,
                     group_B=groups(ids_B),
                     state_BC=state_BC,
@@ -323,13 +323,13 @@ class SharedTemperature(GlobalContrast):
 
     GCL is the loss of SogCLR and v1, whose temperature is constant, and of v0, whose temperature is trained. RGCL-g is
     the loss of v3, whose temperature is trained. The paper trains the temperature itself. The public code trains the
-    logarithm of its inverse (`logit_scale`), for which the optimizer takes different steps.
+    logarithm of 1 / temperature (`logit_scale`), so the optimizer takes different steps.
 
     Attributes:
         temperature: Temperature in the paper's convention (scalar); None in the public code's convention.
         is_slow: True while the learning rate of v3's temperature is divided by 3 (bool scalar). In the paper, this
-            begins when the temperature falls below 0.03, and never ends. In the public code, it lasts as long as the
-            temperature is at most 0.03.
+            phase begins when the temperature falls below 0.03, and never ends. In the public code, the phase lasts as
+            long as the temperature is at most 0.03.
     """
 
     temperature: nn.Parameter | None
@@ -385,7 +385,7 @@ class SharedTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._follows_code else {"temperature": gradient}
 
     def learning_rate(self, model_lr: float) -> Scalar:
-        """Return the learning rate of the temperature. For v3, it is a tensor, divided by 3 where `is_slow` is True."""
+        """Return the learning rate of the temperature; for v3, a tensor, divided by 3 while `is_slow` is True."""
         temperature_lr = super().learning_rate(model_lr)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr
@@ -414,9 +414,9 @@ class SampleTemperature(GlobalContrast):
     """RGCL, the loss of iSogCLR and v2, with a temperature for each clip and each caption.
 
     The loss is the mean of tau_i (log(epsilon + g_i) + rho). A temperature is updated by AdamW without weight decay
-    when its clip or caption is visited (procedure 5, lines 8 and 9; procedure 4, lines 13 to 16). AdamW's step t is the
-    number of the visit. The public code counts epochs instead of visits: both betas are 0 in epoch 0; in later epochs,
-    t is the epoch + 1.
+    when its clip or caption is visited (procedure 5, lines 8 and 9; procedure 4, lines 13 to 16). AdamW's step t counts
+    these visits. The public code counts epochs instead of visits: both betas are 0 in epoch 0; in later epochs, t is
+    the epoch + 1.
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -446,7 +446,7 @@ class SampleTemperature(GlobalContrast):
         inner_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / modality.temperature_B
         gradient_B = estimate.log_inner_B + self.rho - inner_B
         gradient_B = (
-            gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._follows_code else gradient_B / modality.num_all
+            gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._follows_code else gradient_B / modality.num_ids
         )
         gradient_B = group_means(gradient_B, modality.group_B)
         state_BC = modality.state_BC.clone()

@@ -1,11 +1,10 @@
 """Contrastive losses without per-sample state: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
 
-The function `info_nce` is the reference implementation of InfoNCE, which autograd differentiates. Training uses the
-classes. They compute gradients in closed form, block by block, without the logits and probabilities that autograd would
-store, and take half of the CPU time (docs/losses.md).
+The function `info_nce` is the reference implementation of InfoNCE. It is differentiated by autograd. Training uses the
+classes, which compute gradients in closed form, block by block. They do not store the logits and probabilities that
+autograd would store, and take half of the CPU time (docs/losses.md).
 
-Shape suffixes: b pairs on this rank, B pairs in the global batch, which contains the pairs of all ranks, E embedding
-width, R rows in a block.
+Shape suffixes: b pairs on this rank, B pairs in the global batch (all ranks), E embedding width, R rows in a block.
 """
 
 import math
@@ -167,7 +166,7 @@ class MaxMargin(ContrastiveObjective):
         if self._settings.use_relevancy:
             if "relevancy" not in batch:
                 raise UserError(
-                    "--loss.use-relevancy needs the relevancy of each caption, but these captions have none",
+                    "--loss.use-relevancy needs the relevancy of each caption, but these captions have no relevancies",
                     hint="use captions from a source with relevancies, or omit --loss.use-relevancy",
                     flags=("--loss.use-relevancy",),
                 )
@@ -189,7 +188,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the sum and the number of the excesses over the limit."""
+    """Return two values per row, [2, b]: the sum of the excesses over the limit, and their number."""
     parts = []
     for rows in blocks(similarity_bB):
         excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

@@ -13,9 +13,9 @@ from clipmill.train.distributed.world import Step
 class Objective(nn.Module):
     """Loss with its parameters (such as a temperature) and its per-sample state.
 
-    The parameters are small, and equal on all ranks. The loop trains them together with the model's parameters, and
-    averages their gradients over the ranks. Checkpoints contain the `state_dict`, in which tensors that are sharded
-    over ranks are DTensors.
+    The parameters are small, and have the same values on all ranks. The loop trains them together with the model's
+    parameters, and averages their gradients over the ranks. Checkpoints contain the `state_dict`. In the `state_dict`,
+    tensors that are sharded over ranks are DTensors.
     """
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
@@ -26,8 +26,8 @@ class Objective(nn.Module):
         batch.
 
         Returns:
-            Metrics to log, which are equal on all ranks. `loss` is the loss of the global batch. Values computed on the
-            device stay on the device, as zero-dimensional tensors that are not modified later.
+            Metrics to log, the same on all ranks. `loss` is the loss of the global batch. Values computed on the device
+            stay on the device, as zero-dimensional tensors that are not modified later.
         """
         raise NotImplementedError
 
@@ -63,9 +63,9 @@ def backward_microbatches(
     """
     size = min(step.microbatch or num_samples, num_samples)
     losses = []
-    for number, start in enumerate(range(0, num_samples, size)):
+    for index, start in enumerate(range(0, num_samples, size)):
         rows = slice(start, min(start + size, num_samples))
-        with step.sync_context(rows.stop == num_samples), step.seed_generators(number):
+        with step.sync_context(rows.stop == num_samples), step.seed_generators(index):
             loss = loss_fn(rows)
             step.scale(loss if gradient_factor == 1 else loss * gradient_factor).backward()
         losses.append(loss.detach())

@@ -22,9 +22,9 @@ class LossSpec:
 
     Attributes:
         name: Value of `--loss.kind`.
-        loss: Function of `Pairs` and settings, which autograd differentiates; or a subclass of ContrastiveObjective,
-            for gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs
-            it.
+        loss: Function of `Pairs` and settings, differentiated by autograd; or a subclass of ContrastiveObjective, for
+            gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs the
+            loss.
         settings: Settings `--loss.*` that this loss uses but other losses may not, with their published defaults. None
             means that the setting is off by default. `convention`, `min_temperature` and `epsilon` are not listed,
             because they are accepted with every loss.
@@ -70,7 +70,7 @@ _ROWS = (
 
 def _find_fault(spec: LossSpec) -> str:
     unknown = sorted(set(spec.settings) - set(SETTINGS))
-    return f"has settings that --loss does not have: {', '.join(unknown)}" if unknown else ""
+    return f"has settings that --loss does not define: {', '.join(unknown)}" if unknown else ""
 
 
 LOSSES = Parts("loss", group="losses", kind=LossSpec, builtin={spec.name: spec for spec in _ROWS}, fault=_find_fault)
@@ -158,7 +158,7 @@ class Loss(Choice):
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
-    """Source of the gradients of the FastCLIP losses, which differ between the paper and its public code. The
+    """Source of the gradients of the FastCLIP losses: the paper, or its public code, which differs from the paper. The
     published hyperparameters are for the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
