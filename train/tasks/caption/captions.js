@@ -14,13 +14,13 @@ function value(video, key) {
   return Number(video.dataset[key]);
 }
 
-function compare(one, other) {
+function compare(first, second) {
   const key = sort.value;
   let difference = 0;
-  if (key === "name") difference = one.dataset.name < other.dataset.name ? -1 : Number(one.dataset.name > other.dataset.name);
-  else if (key !== "split") difference = value(one, key) - value(other, key);
-  // Equal ones keep the order of the split in both directions.
-  if (difference === 0) return (places.get(one) - places.get(other)) * (key === "split" && descending ? -1 : 1);
+  if (key === "name") difference = first.dataset.name < second.dataset.name ? -1 : Number(first.dataset.name > second.dataset.name);
+  else if (key !== "split") difference = value(first, key) - value(second, key);
+  // Captions with equal values keep the order of the split in both directions.
+  if (difference === 0) return (places.get(first) - places.get(second)) * (key === "split" && descending ? -1 : 1);
   return descending ? -difference : difference;
 }
 
