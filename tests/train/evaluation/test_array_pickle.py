@@ -43,8 +43,8 @@ def test_the_names_of_older_numpy_are_known(tmp_path: Path) -> None:
         (np.array([Harmful()], object), "not allowed"),
         (np.array(["a"]), "not allowed"),
         (np.zeros(2, [("a", "f8")]), "not allowed"),
-        ([1.0, 2.0], "holds a list"),
-        ({"a": MATRIX}, "holds a dict"),
+        ([1.0, 2.0], "contains a list"),
+        ({"a": MATRIX}, "contains a dict"),
         (np.float64, "holds|not allowed"),
     ],
 )

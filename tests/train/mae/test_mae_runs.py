@@ -88,7 +88,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
         ((4, 8, 8), ("--segment", "0.3s", "--num-frames", 2), "a segment of '0.3s' is 1.2 frames"),
         ((4, 6, 8), ("--segment", "2s", "--num-frames", 4), "latents of 6 x 8 cannot be cut into squares of 2"),
         ((4, 5, 5), ("--segment", "2s", "--num-frames", 4), "latents of 5 x 5 cannot be cut into squares of 2"),
-        ((4, 2, 2), ("--segment", "2s", "--num-frames", 4), "masks 0 of the 1 cube of a time step"),
+        ((4, 2, 2), ("--segment", "2s", "--num-frames", 4), "masks 0 of the 1 cube in a time step"),
         ((4, 8, 8), ("--segment", "2s", "--num-frames", 4, "--batch", 5), "--batch 5 is larger than the 4 "),
     ],
 )

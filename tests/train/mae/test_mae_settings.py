@@ -62,8 +62,8 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
     [
         (("--mask-ratio", 1), "--mask-ratio is 1.0", "some are visible"),
         (("--mask-ratio", "nan"), "--mask-ratio is nan", "below 1"),
-        (("--mask-ratio", 0.004), "masks 0 of the 196 cubes of a time step", "use 0.0052 or more"),
-        (("--size-px", 16), "masks 0 of the 1 cube of a time step", "larger frames"),
+        (("--mask-ratio", 0.004), "masks 0 of the 196 cubes in a time step", "use 0.0052 or more"),
+        (("--size-px", 16), "masks 0 of the 1 cube in a time step", "larger frames"),
         (("--size-px", 100), "--size-px 100 is not a multiple of 16", "a multiple of 16"),
         (("--num-frames", 15), "--num-frames 15 is not a multiple of 2", "multiple of 2"),
         (("--towers.tubelet", 3), "--num-frames 16 is not a multiple of 3", "multiple of 3"),

@@ -348,7 +348,7 @@ def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -
 
 
 def caption_number(key: str, *, begin_us: int, sample: int) -> int:
-    """Return a 64-bit number that identifies a caption, and determines its random numbers together with the seed.
+    """Return a 64-bit number that identifies a caption. Sampling depends on this number and on the seed.
 
     Args:
         key: Key of the chunk.

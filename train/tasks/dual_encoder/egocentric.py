@@ -8,8 +8,8 @@ pickle can run code. Therefore the few functions that rebuild an array are repla
 arguments, and all other names are rejected. The array is then built from the checked arguments.
 
 EgoMCQ (Lin et al. 2022, section 4.1) asks which of five clips matches a narration. The questions are in `egomcq.json`.
-Their clips are captions of the manifest (`prep manifest ego4d`), identified by video, start and end. The kind of a
-question is inter if its clips come from different videos, and intra if they come from one video.
+The clips are captions in the manifest (`prep manifest ego4d`), identified by video, start and end. The kind of a
+question is inter if its clips come from different videos, and intra if its clips come from one video.
 
 Shape suffixes: N clips, M sentences, K noun classes, Q questions, E embedding width.
 """
@@ -57,7 +57,7 @@ class MirTable:
         sentences: Texts of the M sentences.
         caption_ids: IDs of the captions, int64 [N], ascending.
         span_of_N: Index of each caption's span, int64. The loader treats captions with the same span as one clip.
-        sentence_of_N: Index of each clip's sentence, int64; -1 if it is not among the sentences.
+        sentence_of_N: Index of each clip's sentence, int64; -1 if `sentences` does not contain the clip's text.
         source: Description of the source of the relevancies.
         num_rejected: Number of rejected captions in the split's annotation files; 0 if unknown.
     """
@@ -254,14 +254,14 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         with path.open("rb") as file:
             value = _ArrayUnpickler(file, encoding="latin1").load()
         if not isinstance(value, _Array):
-            raise UserError(f"{path} holds a {type(value).__name__}, but a numpy array is needed", hint=_HINT)
+            raise UserError(f"{path} contains a {type(value).__name__}, but a numpy array is needed", hint=_HINT)
         return value.array()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except _ForbiddenObject as error:
         raise UserError(
-            f"{path} contains {error}, which an array of numbers does not need: loading it is not allowed, because it "
-            "could run code",
+            f"{path} contains {error}, which is not loaded: it could run code, and an array of numbers does not need "
+            "it",
             hint=_HINT,
         ) from error
     # A damaged pickle may raise errors other than UnpicklingError (see the documentation of pickle.load).
@@ -306,7 +306,7 @@ class _Array:
         self._state = state
 
     def array(self) -> NDArray[Any]:
-        """Build the array from the recorded state. It shares memory with the pickle's bytes.
+        """Build the array from the recorded state. The array shares memory with the pickle's bytes.
 
         Raises:
             ValueError: The recorded parts are inconsistent.
@@ -357,9 +357,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 KINDS = ("inter", "intra")
 EGOMCQ_PROTOCOL = (
-    "EgoMCQ (Lin et al. 2022): the answer to a question is the clip, out of five, with the highest cosine similarity "
-    "to the question's text; separate accuracies for questions with clips from different videos (inter) and from one "
-    "video (intra); ties count against the model"
+    "EgoMCQ (Lin et al. 2022): of five clips, the model selects the clip with the highest cosine similarity to the "
+    "question's text; separate accuracies for questions with clips from different videos (inter) and from one video "
+    "(intra); ties count against the model"
 )
 
 
@@ -429,7 +429,7 @@ def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> 
     """Read the questions whose clips are all in the data.
 
     Args:
-        path: File with the questions (egomcq.json). If it is None, an error tells the user to pass it.
+        path: Question file (egomcq.json); None raises a UserError.
         captions: Captions of EgoMCQ in the manifest.
 
     Raises:

@@ -185,7 +185,7 @@ class MirScorer:
         table = self.table
         rows, clip_N = table.find_rows(embeddings.caption_id)
         if not len(rows):
-            raise FailedWork("none of the decoded clips has a row in the relevancy matrix")
+            raise FailedWork("no decoded clip has a row in the relevancy matrix")
         similarity = embeddings.video[clip_N] @ embed(table.sentences).T
         return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), clip_N)
 

@@ -191,7 +191,7 @@ def _exported_library(request: ExportRequest) -> Export:
 
 
 class _VideoTower(nn.Module):
-    """Video tower of a dual encoder, which embeds clips [B, C, T, H, W] as unit-length vectors [B, E]."""
+    """Module that embeds clips [B, C, T, H, W] as unit-length vectors [B, E] with a dual encoder's video tower."""
 
     def __init__(self, model: DualEncoder) -> None:
         super().__init__()

@@ -179,7 +179,7 @@ def gather_embeddings(embeddings: Embeddings, world: World, *, device: torch.dev
     num_failed = int(world.gather(torch.tensor([embeddings.num_failed], device=device)).sum())
     samples = gather_rows(embeddings.samples)
     if not len(samples):
-        detail = f"; the first: {embeddings.failed[0].detail}" if embeddings.failed else ""
+        detail = f"; the first failure: {embeddings.failed[0].detail}" if embeddings.failed else ""
         raise FailedWork(f"none of the samples to evaluate could be decoded{detail}")
     order = np.argsort(samples, kind="stable")
     return replace(

@@ -137,7 +137,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
             UserError: The split is empty, or the data do not fit the settings.
         """
         settings, has_text_tower = self._settings, self._settings.text_tower == "trained"
-        # Data without a manifest raise an error below.
+        # For data without a manifest, `_open` raises an error.
         if not has_text_tower and kind_of_data(settings.folder).has_manifest:
             folder = open_data_folder(settings.folder, cache=settings.cache, column=None)
             if current_variant(folder.path, TEXT) is None:

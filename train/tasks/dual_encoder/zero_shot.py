@@ -11,15 +11,15 @@ A class file is a list or a table (clipmill.train.data.classes). A template file
     text (Kinetics' `class`)                the label is the name
     number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions with this label
 
-With a class file, a numeric label is the number of a class in the file, and a text label must be a name in the file.
-Without a label, the text of a caption must be a name in the file.
+With a class file, a numeric label is a class number in the file, and a text label must be a name in the file. Without a
+label, the text of a caption must be a name in the file.
 
 Datasets of CLIP_benchmark (LAION) are image tars with the class and template files next to them:
 
     DIR/classnames.txt                           one class per line; the first line is class 0
     DIR/zeroshot_classification_templates.txt    one template per line, with {c} for the name
-    DIR/test/0.tar, 1.tar, ...                   images with `cls`, the number of the class, or `txt`, with one caption
-                                                 per line (clipmill.train.tasks.dual_encoder.protocols)
+    DIR/test/0.tar, 1.tar, ...                   images with `cls`, the class number, or `txt`, one caption per line
+                                                 (clipmill.train.tasks.dual_encoder.protocols)
 
 Two classes of a dataset may have the same name (ImageNet has two "sunglasses"), so classes are identified by number.
 """
@@ -339,7 +339,7 @@ class ZeroShotScorer:
         classes = self.classes
         has_class = np.isin(embeddings.caption_id, classes.caption_ids)
         if not has_class.any():
-            raise FailedWork("none of the decoded clips has a class")
+            raise FailedWork("no decoded clip has a class")
         class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, embeddings.caption_id[has_class])]
         texts, class_of_prompt = classes.prompts()
         similarity = embeddings.video[has_class] @ class_embeddings(embed(texts), class_of_prompt).T

@@ -119,7 +119,7 @@ class MaeSettings(LatentSettings):
     different crops and masks."""
 
     lr: LearningRate = 1.5e-4
-    """Peak learning rate for a batch of --optimizer.lr-batch, reached at the end of the warmup."""
+    """Peak learning rate for a batch of --optimizer.lr-batch samples, reached at the end of the warmup."""
     weight_decay: WeightDecay = 0.05
     optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
     towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
@@ -192,7 +192,7 @@ def check_mask(ratio: float, *, num_patches: int) -> None:
     # Round up, so that the suggested ratio masks at least one cube.
     lowest = math.ceil(1e4 / num_patches) / 1e4
     raise UserError(
-        f"--mask-ratio {ratio} masks {num_masked} of the {count_noun(num_patches, 'cube')} of a time step",
+        f"--mask-ratio {ratio} masks {num_masked} of the {count_noun(num_patches, 'cube')} in a time step",
         hint=f"use {lowest} or more, but less than 1"
         if num_patches > 1
         else "use larger frames, so that a visible cube remains",

@@ -5,7 +5,7 @@ samples in the run. `tube_masks` draws the masked cubes, and `decoded_cubes` dra
 model embeds only the visible cubes, and returns the values [B, M, V] of the predicted cubes. `normalised_cubes`
 computes the targets. The loss is the mean squared error.
 
-Masks are drawn on the device, and depend only on the seed and the position of the sample, but not on ranks, resumption
+Masks are drawn on the device. They depend only on the seed and the position of the sample, and not on ranks, resumption
 or microbatches.
 
 Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames in a segment of latents, S time
