@@ -75,11 +75,11 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     settings, trained, task, split = opened.settings, opened.trained, opened.task, flags.split
     decoding_settings = task.decoding(flags.decoding)
     samples = task.samples(split, World())
-    every = sample_stride(len(samples), at_most=flags.max_samples)
+    stride = sample_stride(len(samples), at_most=flags.max_samples)
     with trained.precision.autocast():
         generated = captions_of(
             trained.fill(task.build_model(samples)),
-            count_batches(samples.evaluation_batches(stride=every), "captioning", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(stride=stride), "captioning", total=-(-len(samples) // stride)),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
             decoding=decoding_settings,
@@ -122,7 +122,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     player = open_player(settings, split=split)
     values = {
         "data": "; ".join(
-            [samples.describe(), *_omitted_notes(samples, every=every), *_without_words(scores, wordless_clips)]
+            [samples.describe(), *_omitted_notes(samples, stride=stride), *_without_words(scores, wordless_clips)]
         ),
         "decoding": describe_decoding(decoding_settings),
         "protocol": f"{_PROTOCOL} {scores.idf}",
@@ -199,23 +199,23 @@ def _constant_baseline(
     except UserError as error:
         rule = f"{CONSTANT_RULE}; chosen from the references, because split {split!r} cannot be read: {error}"
         return best_constant(references), rule
-    every = sample_stride(len(training_set), at_most=_MAX_CONSTANT_CLIPS)
-    captions = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), every)}
+    stride = sample_stride(len(training_set), at_most=_MAX_CONSTANT_CLIPS)
+    captions = {str(index): training_set.captions.texts_of(index) for index in range(0, len(training_set), stride)}
     clips = count_noun(len(captions), "clip")
     rule = f"{CONSTANT_RULE}; chosen from the captions of {clips}, spread evenly over split {split!r}"
     return best_constant(captions), rule
 
 
-def _omitted_notes(samples: Samples[ClipReader], *, every: int) -> list[str]:
+def _omitted_notes(samples: Samples[ClipReader], *, stride: int) -> list[str]:
     """Return remarks on videos without captions, and on the clips that --max-samples omits."""
     chunks = samples.reader.chunks
     remarks = []
     if num_without := len(chunks.video_ids) - len(np.unique(samples.video)):
         have = "video of the split has" if num_without == 1 else "videos of the split have"
         remarks.append(f"{num_without:,} {have} no captions")
-    if every > 1:
-        num_captioned = count_noun(len(range(0, len(samples), every)), "clip")
-        remarks.append(f"1 in {every:,} clips is captioned ({num_captioned})")
+    if stride > 1:
+        num_captioned = count_noun(len(range(0, len(samples), stride)), "clip")
+        remarks.append(f"1 in {stride:,} clips is captioned ({num_captioned})")
     return remarks
 
 
@@ -285,7 +285,7 @@ class ScoredCaptions:
         Up to 2,000 evenly spaced clips have images. The clips with the lowest and the highest CIDEr-D also have images,
         and can be played.
         """
-        every = sample_stride(len(self.names), at_most=_MAX_WITH_IMAGES)
+        stride = sample_stride(len(self.names), at_most=_MAX_WITH_IMAGES)
         by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
         playable = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
@@ -294,7 +294,7 @@ class ScoredCaptions:
             if player is not None and index in playable:
                 shown_clip = player.show(SampleClip(index, self.samples.key(index), begin_s, end_s))
             times = f"{begin_s:.2f}-{end_s:.2f} s"
-            has_image = row % every == 0 or index in playable
+            has_image = row % stride == 0 or index in playable
             frames = self.samples.shown_frames(index, num_frames=self.num_frames) if has_image else []
             yield CaptionedVideo(
                 name=name,

@@ -267,23 +267,23 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         evaluation = self._settings.evaluate
         metrics: dict[str, float] = {}
         for name, samples in self._evaluation_samples.items():
-            every = sample_stride(len(samples), at_most=evaluation.max_samples)
-            result = self.score(model, samples, world, views=_views(evaluation), every=every)
+            stride = sample_stride(len(samples), at_most=evaluation.max_samples)
+            result = self.score(model, samples, world, views=_views(evaluation), stride=stride)
             metrics |= split_metrics(name, result.metrics, num_failed=result.num_failed)
         return metrics
 
     def score(
-        self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, every: int = 1
+        self, model: nn.Module, samples: "Samples[Any]", world: World, *, views: Views, stride: int = 1
     ) -> ClassResult:
         """Score a model in evaluation mode. All ranks must call this method.
 
         Args:
             samples: Samples opened with the same `views`.
-            every: Interval of the samples to score; 1 for all samples.
+            stride: Step between the samples to score; 1 for all samples.
         """
         return score_classifier(
             model,
-            count_batches(samples.evaluation_batches(stride=every), "classifying", total=-(-len(samples) // every)),
+            count_batches(samples.evaluation_batches(stride=stride), "classifying", total=-(-len(samples) // stride)),
             inputs=self.inputs,
             classes=self.classes,
             num_views=len(views),

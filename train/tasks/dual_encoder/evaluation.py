@@ -300,8 +300,8 @@ class LoopEvaluation:
                 f"{kind_of(settings.folder, settings).noun} cannot be used for evaluation during training",
                 hint="pass a data folder with --evaluate.shards, or omit --evaluate.every and use train eval",
             )
-        self._every = sample_stride(samples.num_samples, at_most=evaluation.max_samples)
-        if self._every > 1 and evaluation.protocol in NAMED:
+        self._stride = sample_stride(samples.num_samples, at_most=evaluation.max_samples)
+        if self._stride > 1 and evaluation.protocol in NAMED:
             raise UserError(
                 f"--evaluate.max-samples is {evaluation.max_samples}, but {evaluation.protocol} needs all "
                 f"{samples.num_samples:,} clips of {name}",
@@ -318,7 +318,7 @@ class LoopEvaluation:
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
         """Return the protocol's metrics as `<name>/<metric>`, equal on all ranks. All ranks must call this method."""
-        batches = self._samples.evaluation_batches(stride=self._every)
+        batches = self._samples.evaluation_batches(stride=self._stride)
         local_embeddings = embed_all(self._task, model, batches, device=self._device)
         embeddings = gather_embeddings(local_embeddings, world, device=self._device)
         result = self._scorer.score(embeddings, text_embedder(model, device=self._device))

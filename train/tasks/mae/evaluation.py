@@ -295,16 +295,16 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
     settings, trained, task = opened.settings, opened.trained, opened.task
     samples = task.samples(flags.split, World())
     model = trained.fill(task.build_model(samples))
-    every = sample_stride(len(samples), at_most=flags.max_samples)
+    stride = sample_stride(len(samples), at_most=flags.max_samples)
     clips: MaskedClips = task.masked_clips(samples)
     grid = clips.masking.grid
     num_masked = num_masked_patches(settings.mask_ratio, num_patches=grid.patches)
     result = evaluate_reconstruction(
         model,
-        count_batches(samples.evaluation_batches(stride=every), "reconstructing", total=-(-len(samples) // every)),
+        count_batches(samples.evaluation_batches(stride=stride), "reconstructing", total=-(-len(samples) // stride)),
         clips,
         display=Display(
-            samples=frozenset(evenly_spaced_items(range(0, len(samples), every), at_most=_NUM_CLIPS)),
+            samples=frozenset(evenly_spaced_items(range(0, len(samples), stride), at_most=_NUM_CLIPS)),
             frames=middle_items(range(settings.num_frames), at_most=_MAX_FRAMES),
             to_display=_to_display(settings),
         ),
