@@ -103,7 +103,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             score_captions(candidates, references, with_java=with_java, spice_jars=flags.spice_jars, meteor=meteor)
             for candidates in (captions, dict.fromkeys(references, constant))
         )
-    if len(scores.empty) == scores.num_videos:
+    if len(scores.wordless_videos) == scores.num_videos:
         raise FailedWork(
             f"all generated captions are empty ({scores.num_videos:,}), so there is nothing to score: the model ends "
             "each caption immediately. It may have been trained for too few steps, or on captions without words"
@@ -132,8 +132,8 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         "loss": loss,
         "loss_rule": f"mean cross-entropy per token of {loss_references} of each clip",
         "means": scores.means,
-        "absent": scores.absent,
-        "empty": list(scores.empty),
+        "absent": scores.missing_reasons,
+        "empty": list(scores.wordless_videos),
         "without_words": wordless_clips,
         "constant": {"caption": constant, "chosen": constant_rule, "means": constant_scores.means},
         "said": scored_captions.examples(player),
@@ -148,7 +148,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
             title=f"Captions of split “{split}” by “{opened.name}”",
             means=scores.means,
             baseline=constant_scores.means,
-            absent=scores.absent,
+            absent=scores.missing_reasons,
             protocol={
                 **{label: str(result[key]) for label, key in _PAGE_ENTRIES.items()},
                 **({} if player is None else {"videos": PLAYED}),
@@ -222,9 +222,10 @@ def _omitted_notes(samples: Samples[ClipReader], *, stride: int) -> list[str]:
 def _without_words(scores: CaptionScores, wordless_clips: Sequence[str]) -> list[str]:
     """Return remarks on generated captions without words, and on clips whose references have no words."""
     remarks = []
-    if scores.empty:
+    if scores.wordless_videos:
         remarks.append(
-            f"{len(scores.empty):,} of {scores.num_videos:,} generated captions are empty ({name_videos(scores.empty)})"
+            f"{len(scores.wordless_videos):,} of {scores.num_videos:,} generated captions are empty "
+            f"({name_videos(scores.wordless_videos)})"
         )
     if wordless_clips:
         clips = f"{count_noun(len(wordless_clips), 'clip')} ({name_videos(wordless_clips)})"

@@ -254,8 +254,8 @@ class CaptionScores:
         means: Values by metric, with the keys of METRIC_LABELS. BLEU and METEOR are computed over the corpus; other
             values are means over videos.
         per_video: Values by video and metric, in the order of the candidates.
-        absent: Reason for each missing metric.
-        empty: Videos whose captions have no words. Such captions score 0 in every metric.
+        missing_reasons: Reason for each missing metric.
+        wordless_videos: Videos whose captions have no words. Such captions score 0 in every metric.
         num_references: Total number of references.
         idf: Description of the source of CIDEr's document frequencies.
         ids_hash: Hash of the video IDs. Results for the same videos have the same hash.
@@ -263,8 +263,8 @@ class CaptionScores:
 
     means: dict[str, float]
     per_video: dict[str, dict[str, float]]
-    absent: dict[str, str]
-    empty: tuple[str, ...]
+    missing_reasons: dict[str, str]
+    wordless_videos: tuple[str, ...]
     num_references: int
     idf: str
     ids_hash: str
@@ -315,7 +315,7 @@ def score_captions(
         return spice(ours, theirs, jars=spice_jars)
 
     columns, means = _plain_scores(ours, theirs)
-    absent: dict[str, str] = {}
+    missing_reasons: dict[str, str] = {}
     with nullcontext(meteor) if meteor is not None else Meteor() as program:
         for name, metric in (("meteor", lambda: program(ours, theirs)), ("spice", score_spice)):
             try:
@@ -323,7 +323,7 @@ def score_captions(
                     raise MetricUnavailable("not requested")
                 means[name], columns[name] = metric()
             except MetricUnavailable as reason:
-                absent[name] = str(reason)
+                missing_reasons[name] = str(reason)
     num_references = sum(map(len, theirs.values()))
     return CaptionScores(
         means={name: means[name] for name in METRIC_LABELS if name in means},
@@ -331,8 +331,8 @@ def score_captions(
             video_id: {name: columns[name][video_id] for name in METRIC_LABELS if name in columns}
             for video_id in candidates
         },
-        absent=absent,
-        empty=tuple(video_id for video_id, caption in ours.items() if not caption),
+        missing_reasons=missing_reasons,
+        wordless_videos=tuple(video_id for video_id, caption in ours.items() if not caption),
         num_references=num_references,
         idf=f"the {num_references:,} references of these {len(ours):,} videos",
         ids_hash=hash_of_ids(candidates),

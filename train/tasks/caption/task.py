@@ -384,11 +384,11 @@ def metrics_of(
         captions, {name: references(int(name)) for name in captions}
     )
     scores = score_captions(captions, all_references, with_java=with_java, spice_jars=spice_jars)
-    if with_java and (missing := scores.absent.keys() - ({"spice"} if spice_jars is None else set())):
-        raise FailedWork(f"{METRIC_LABELS[min(missing)]} cannot be computed: {scores.absent[min(missing)]}")
+    if with_java and (missing := scores.missing_reasons.keys() - ({"spice"} if spice_jars is None else set())):
+        raise FailedWork(f"{METRIC_LABELS[min(missing)]} cannot be computed: {scores.missing_reasons[min(missing)]}")
     counts = {
         "num_failed": sum(len(part.failed) for part in parts),
-        "num_empty": len(scores.empty),
+        "num_empty": len(scores.wordless_videos),
         "num_without_words": len(wordless_clips),
     }
     return {"loss": loss, **scores.means, **{name: float(count) for name, count in counts.items() if count}}

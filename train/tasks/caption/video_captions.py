@@ -120,8 +120,8 @@ def caption_files(
 
     Raises:
         UserError: A flag, the weights or a path is invalid.
-        FailedWork: Some videos could not be read to the end, although all other videos were captioned; or captions
-            could not be written.
+        FailedWork: Some videos could not be read to the end (all other videos were captioned), or captions could not be
+            written.
     """
     if batch < 1:
         raise UserError(f"--batch {batch} is less than 1", hint="use 1 or more", flags=("--batch",))

@@ -110,14 +110,14 @@ def test_the_command_computes_meteor_where_there_is_java(
 def test_without_java_it_is_said_that_meteor_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     scores = score_captions(CANDIDATES, REFERENCES, spice_jars=jars(tmp_path / "jars"))
-    assert scores.absent == dict.fromkeys(("meteor", "spice"), "no java program on the PATH")
+    assert scores.missing_reasons == dict.fromkeys(("meteor", "spice"), "no java program on the PATH")
     assert not {"meteor", "spice"} & (scores.means.keys() | scores.per_video["a"].keys())
 
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "")))
     monkeypatch.setattr("clipmill.train.tasks.caption.java.find_spec", lambda name: None)
-    assert "clipmill[caption-metrics]" in score_captions(CANDIDATES, REFERENCES).absent["meteor"]
+    assert "clipmill[caption-metrics]" in score_captions(CANDIDATES, REFERENCES).missing_reasons["meteor"]
 
 
 def test_a_program_that_fails_makes_metrics_absent_with_what_it_said(
@@ -126,7 +126,7 @@ def test_a_program_that_fails_makes_metrics_absent_with_what_it_said(
     complaint = "sys.exit('Exception: no heap\\n\\tat Main.main')"
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", complaint)))
     scores = score_captions(CANDIDATES, REFERENCES, spice_jars=jars(tmp_path / "jars"))
-    assert scores.absent == dict.fromkeys(("meteor", "spice"), "java ended with status 1: Exception: no heap")
+    assert scores.missing_reasons == dict.fromkeys(("meteor", "spice"), "java ended with status 1: Exception: no heap")
 
 
 def test_a_program_that_hangs_is_killed(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_spice_is_asked_with_the_jars_that_are_given(monkeypatch: pytest.MonkeyP
         "d": 0.2,
     }
     assert scores.means["spice"] == pytest.approx(0.175)
-    assert "spice" not in scores.absent
+    assert "spice" not in scores.missing_reasons
 
 
 def test_a_folder_without_the_jars_is_a_mistake_of_the_user(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_single_video_has_no_cider() -> None:
 def test_captions_without_words_are_worth_nothing_and_named(nothing: str) -> None:
     references = {"v": ["", "a man plays"], "w": ["...", "a dog"]}
     scores = score(dict.fromkeys(references, nothing), references)
-    assert scores.empty == ("v", "w")
+    assert scores.wordless_videos == ("v", "w")
     for value in (scores.means, *scores.per_video.values()):
         assert value == pytest.approx(dict.fromkeys(value, 0.0), abs=CLOSE)
     assert score({"v": "a man plays", "w": nothing}, references).empty == ("w",)
@@ -185,9 +185,9 @@ def test_scores_say_what_they_were_computed_from() -> None:
     assert (
         list(scores.means)
         == list(scores.per_video["x"])
-        == [name for name in METRIC_LABELS if name not in scores.absent]
+        == [name for name in METRIC_LABELS if name not in scores.missing_reasons]
     )
-    assert scores.absent == {"meteor": "not requested", "spice": "not requested"}
+    assert scores.missing_reasons == {"meteor": "not requested", "spice": "not requested"}
 
 
 @pytest.mark.parametrize(
