@@ -90,7 +90,7 @@ def doctor(
 ) -> None:
     """Report this machine's hardware and software, the settings that training would use, and any problems.
 
-    Exit codes: 0 if training can run, even with warnings; 1 if something would stop it; 2 for invalid usage.
+    Exit codes: 0 if training can run, even with warnings; 1 if a problem would stop training; 2 for invalid usage.
 
     Examples:
 
@@ -100,8 +100,8 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder whose disk speed is measured; nothing is written to it. Default: the current folder, with a
-        temporary file.
+        Data folder on the disk whose speed to measure; nothing is written to the folder. Default: measure the speed
+        with a temporary file in the current folder.
     device
         Device to train on.
     as_json
@@ -142,7 +142,7 @@ def overview(
         omitted = write_overview(runs, out, links=link or ())
     print(f"written: {out}")
     if omitted:
-        print(f"omitted, not a run: {', '.join(map(str, omitted))}")
+        print(f"omitted, because they are not runs: {', '.join(map(str, omitted))}")
 
 
 def main() -> None:

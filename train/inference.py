@@ -156,7 +156,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> torch.Tensor:
-        """Embed texts: unit-length float32 [B, E] on the model's device.
+        """Embed texts as unit-length vectors, float32 [B, E] on the model's device.
 
         Raises:
             UserError: The model has no text tower, or the values are not strings.
@@ -171,12 +171,12 @@ class LoadedModel:
         try:
             strings: list[Any] = list(texts)
         except TypeError:
-            error = f"encode_text takes a list of strings, not {quote_value(texts)}"
-            raise UserError(error, hint=_TEXTS_HINT) from None
+            message = f"encode_text takes a list of strings, not {quote_value(texts)}"
+            raise UserError(message, hint=_TEXTS_HINT) from None
         for text in strings:
             if not isinstance(text, str):
-                error = f"encode_text takes strings, but the list contains {quote_value(text)}"
-                raise UserError(error, hint=_TEXTS_HINT)
+                message = f"encode_text takes strings, but the list contains {quote_value(text)}"
+                raise UserError(message, hint=_TEXTS_HINT)
         tokenize = self.model.tokenize
         parts = [torch.empty(0, self.opened.shape.size.embedding_width, device=self.device)]
         with self.opened.trained.precision.autocast():

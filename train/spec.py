@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Metrics of evaluations during training that share a chart on the results page.
+    """Metrics from evaluations during training. The metrics of a group share a chart on the results page.
 
     Attributes:
         pattern: Regular expression that matches the complete names of the metrics, with one group.
@@ -56,8 +56,8 @@ class EvaluationSpec:
         score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. It may raise
             UserError and FailedWork.
         table: Function that takes a result and returns its table.
-        pictures: Key of the values in a result that only pages show, such as clips as data URIs and metrics of each
-            class. The console and --json omit them.
+        pictures: Key of the values in a result that are shown only on pages, such as clips as data URIs and metrics of
+            each class. The console and --json omit these values.
         section: Template of the section of the results page that shows these values.
         strips: Function that takes a result and returns its clips for the overview page: objects with `words`,
             `frames` (data URIs) and `is_right`.
@@ -91,13 +91,13 @@ class ExportRequest:
     Attributes:
         title: Title of the weights, for error messages.
         settings: Settings of the run that trained the weights.
-        task: Opened task, with the classes or the decoder of the weights.
+        task: Opened task, including the classes or the decoder that belong to the weights.
         weights: Tensors of the task's model, keyed by name.
         shape: Dimensions of the model.
         logits: Scale and bias that turn cosines into logits.
         format_name: Name of the format.
         frame_embedding: Temporal embedding of a single image: the mean over all frames, or zero. Only dual encoders
-            use it.
+            use this value.
     """
 
     title: str
@@ -117,7 +117,7 @@ class AdoptedModel:
     Attributes:
         settings: Effective settings, with the clip dimensions that the weights record.
         shape: Dimensions of the model.
-        open_arguments: Additional arguments for `TaskSpec.open`, which a run would otherwise provide.
+        open_arguments: Additional arguments for `TaskSpec.open` that a run would otherwise provide.
         missing_part: Part of the task's model that the weights lack, such as "a decoder"; empty if they are complete.
     """
 
@@ -129,7 +129,7 @@ class AdoptedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """Frozen features of a task's video tower, which probes and searches use.
+    """Frozen features from a task's video tower, for probes and searches.
 
     Attributes:
         description: Description of the features.
@@ -155,7 +155,7 @@ class FirstRun:
         no_text_flags: Additional flags if the captions have no stored embeddings.
         needs_captions: True if samples have captions.
         needs_label: True if samples have labels.
-        can_search: True if the embeddings of the task's models can be searched by text.
+        can_search: True if embeddings from the task's models can be searched by text.
     """
 
     cpu_preset: str
@@ -176,7 +176,7 @@ class TaskSpec:
         name: Name of the command, and of the task in run.json.
         help: Description of the command.
         example: Example of a command line.
-        settings: Settings class, whose fields are the flags.
+        settings: Settings class. Its fields are the flags.
         make: Function that takes settings, attention, device and the result of `run_arguments`, and returns the task.
         run_arguments: Function that takes a run with a checkpoint and returns additional arguments for `make`: the
             classes or the tokenizer of the run, so that the task can be opened without the run's data.
@@ -186,7 +186,7 @@ class TaskSpec:
         finish_run: Function that takes run, settings and `say`. Rank 0 calls it at the end of a run, before the results
             page is written.
         start_lines: Function that takes the content of run.json and returns lines to print when training starts.
-        formats: Formats of `train export --format`, each with the code that opens it.
+        formats: Code that opens an exported folder, keyed by the format (`train export --format`).
         export: Function that takes an `ExportRequest` and returns the exported files; None if `formats` is empty.
         adopt: Function that takes source, path and `say`. It returns this task's model for weights that do not come
             from a run, or None if the weights belong to a different task.

@@ -1,4 +1,4 @@
-"""The commands `train bench` and `train bench TASK`, which have the flags of the task's training command."""
+"""The commands `train bench` and `train bench TASK`. They have the flags of the task's training command."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def _measure(
                 if value:
                     raise UserError(
                         f"--{name} needs several processes, but there is only one",
-                        hint="omit it, or launch with torchrun --nproc-per-node 2 --no-python train bench",
+                        hint=f"omit --{name}, or launch with torchrun --nproc-per-node 2 --no-python train bench",
                         flags=(f"--{name}",),
                     )
             result = run_bench(spec, settings, seconds=seconds)

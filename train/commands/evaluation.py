@@ -37,7 +37,8 @@ def score_run(
 ) -> dict[str, Any]:
     """Evaluate the latest checkpoint of a run, or other weights, and write the result.
 
-    The result of a run is written into its folder, and its results page is rendered again.
+    If the weights are a run, the result is written into the run folder, and the results page of the run is rendered
+    again.
 
     Args:
         flags: Settings of the evaluation, an instance of `evaluation.settings`.
@@ -67,7 +68,7 @@ def score_run(
         if out is not None:
             raise UserError(
                 f"--out is {out}, but the results of a run are written into {run.path}",
-                hint="omit it",
+                hint="omit --out",
                 flags=("--out",),
             )
     elif options.shards is None:
@@ -88,7 +89,7 @@ def score_run(
         try:
             add_evaluation(run, opened.settings.track, result)
         except UserError as error:  # the result file is already written
-            say(f"not added to W&B: {error}; {error.hint}")
+            say(f"the result was not added to W&B: {error}; {error.hint}")
     return result
 
 
@@ -117,15 +118,15 @@ def _folders_error(errors: Mapping[str, UserError], *, has_results: bool) -> Use
     if not has_results and len(set(map(str, errors.values()))) == 1:
         return next(iter(errors.values()))
     state = (
-        "the run's other data folders are evaluated" if has_results else "none of the run's data folders is evaluated"
+        "the run's other data folders were evaluated" if has_results else "none of the run's data folders was evaluated"
     )
-    text = "; ".join(f"{folder} is not evaluated: {error}" for folder, error in errors.items())
+    text = "; ".join(f"{folder} was not evaluated: {error}" for folder, error in errors.items())
     hints = dict.fromkeys(error.hint for error in errors.values() if error.hint)
     return UserError(text, hint="; ".join([state, *hints]))
 
 
 def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
-    """Return the cyclopts command of an evaluation; the fields of its settings are the flags."""
+    """Return the cyclopts command of an evaluation. The fields of the evaluation's settings are the flags."""
     settings = evaluation.settings
     kind = Annotated[settings, Parameter(name="*")]  # type: ignore[valid-type]
     default = settings()
@@ -168,7 +169,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
             raise _folders_error(errors, has_results=bool(files))
         if num_failed:
             details = "; see `failed` in " + ", ".join(map(str, files)) if files else ""
-            hint = details or ("" if as_json else "; --json or --out lists them")
+            hint = details or ("" if as_json else "; use --json or --out to list them")
             raise FailedWork(f"{count_noun(num_failed, 'sample')} could not be decoded{hint}")
 
     tags = ", NAME:TAG of open_clip" if take_tags(_tasks_with(evaluation)) else ""
@@ -181,13 +182,13 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         variant="Names of variants to read, as listed by prep status. Default: the variants of the training run; for "
         "other data, the current variants.",
         where="Condition that selects the samples, such as 'motion > 0.2 and words > 3' (docs/data.md). The "
-        "condition used in training does not apply. Default: all.",
+        "condition used in training does not apply. Default: all samples.",
         out="Folder for the result file, for weights that are not a run. Default: no file is written.",
         as_json="Print one JSON object per data folder, without images.",
     )
     return command
 
 
-evaluate = App(name="eval", help="Evaluate a run, and add the result to its results page; or evaluate other weights.")
+evaluate = App(name="eval", help="Evaluate a run and add the result to its results page, or evaluate other weights.")
 for _evaluation in evaluations().values():
     evaluate.command(evaluation_command(_evaluation), name=_evaluation.name)

@@ -95,7 +95,7 @@ def export_run(
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
             f"--frame-embedding applies only to dual encoders, but {subject} of train {task}",
-            hint="omit it",
+            hint="omit --frame-embedding",
             flags=("--frame-embedding",),
         )
     if path is not None and not opened.overrides.given_values():
@@ -142,7 +142,7 @@ def _require_views(settings: Any, form: str) -> None:
     if settings.towers.views == "concat" or form == "lm":
         raise UserError(
             f"the model takes the views {settings.views} ({settings.towers.views}), but --format {form} takes one view",
-            hint="use --format torch or onnx, or the file itself: train eval and load_model read it",
+            hint="use --format torch or onnx, or use the weights directly: train eval and load_model read them",
             flags=("--format",),
         )
 
@@ -174,6 +174,7 @@ def _find_checkpoint(run: RunFolder, path: Path) -> Path:
     if mirror_of(run.path) is not None:
         path = run.checkpoints / path.name
     if path.resolve() not in {checkpoint.resolve() for checkpoint in checkpoints}:
-        names = ", ".join(sorted(map(str, checkpoints))) or "it has none yet"
-        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"use a checkpoint of the run ({names})")
+        names = ", ".join(sorted(map(str, checkpoints)))
+        hint = f"use a checkpoint of the run ({names})" if names else "wait until the run has written a checkpoint"
+        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=hint)
     return path

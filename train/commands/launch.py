@@ -167,7 +167,7 @@ def _train(
         samples = open_consistent(
             lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world
         )
-    # Print the description before the checks. If the set is too small, its reasons for omitted captions explain why.
+    # Print the description before the checks. If the set is too small, the description says why captions were omitted.
     progress.say(f"data: {'; '.join(filter(None, [samples.describe(), samples.variant_name]))}")
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
@@ -241,7 +241,7 @@ def _train(
                 spec.finish_run(run, settings, say=progress.say)
             write_page(run)
     num_failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {count_noun(num_failed, 'sample')} failed, listed in {run.failures}" if num_failed else ""
+    remark = f"; {count_noun(num_failed, 'sample')} failed, see {run.failures}" if num_failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(
@@ -287,7 +287,7 @@ def _summary(
 
 
 def _next_command(spec: TaskSpec, settings: ClipSettings) -> str | None:
-    """Return the `train eval` command to suggest; None if the task has no evaluation, or the data lack its split."""
+    """Return the `train eval` command to suggest; None if the task has no evaluation or the data lack its split."""
     evaluation = spec.first_evaluation
     if evaluation is None:
         return None

@@ -70,7 +70,7 @@ def quickstart(
     if yes or (_is_interactive() and _confirm()):
         _run(plan)
     elif not _is_interactive():
-        print("not run: copy the command above, or add --yes to train quickstart")
+        print("the command was not run: copy it from above, or add --yes to train quickstart")
 
 
 def _plan(data: Sequence[str], request: Request) -> "Plan":
@@ -112,7 +112,7 @@ def _run(plan: "Plan") -> None:
     from clipmill.train.commands.launch import launch
 
     if plan.proposal.num_processes > 1:
-        # Replace this process, to free its GPU memory, with the torchrun program beside this interpreter.
+        # Replace this process with the torchrun program beside this interpreter, which also frees the GPU memory.
         programs = Path(sys.executable).parent
         torchrun, *rest = plan.arguments
         rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]

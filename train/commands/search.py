@@ -27,8 +27,8 @@ def embed(
 ) -> None:
     """Embed the clips and captions of a split, and write files for train search, numpy, polars and faiss.
 
-    The folder contains video.npy, text.npy, clips.parquet, captions.parquet and embed.json. To resume interrupted work,
-    run the same command again. Under torchrun, all processes share the work.
+    The files are video.npy, text.npy, clips.parquet, captions.parquet and embed.json. To resume interrupted work, run
+    the same command again. Under torchrun, all processes share the work.
 
     Examples:
 
@@ -101,7 +101,8 @@ def _training_folder(weights: str) -> str:
     folders = folders_of(settings.get("shards", DataSettings.shards))
     if len(folders) > 1:
         raise UserError(
-            f"{weights} was trained on {len(folders)} data folders, but train embed reads one: {', '.join(folders)}",
+            f"{weights} was trained on {len(folders)} data folders, but train embed reads only one: "
+            f"{', '.join(folders)}",
             hint=f"pass one of them, such as --shards {folders[0]}",
         )
     return folders[0]
@@ -138,7 +139,7 @@ def search(
     if page is None and request.shards is not None:
         raise UserError(
             f"--shards {request.shards} has no effect without --page",
-            hint="omit it, or add --page",
+            hint="omit --shards, or add --page",
             flags=("--shards", "--page"),
         )
     if page is not None:

@@ -84,7 +84,7 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     """Set the values of missing flags from the `--config` files, the `--preset` and, with `--resume`, the run.
 
     Args:
-        remarks: List to which remarks are appended about values that depend on other settings.
+        remarks: List to extend with remarks about values that depend on other settings.
     """
     tokens = {argument.name: argument.tokens for argument in arguments}
     if "--config" not in tokens:
@@ -151,7 +151,7 @@ def docstring(help_text: str, *, example: str, **parameters: str) -> str:
 
 
 def training_command(name: str) -> Callable[..., None]:
-    """Return the cyclopts command of a task; the fields of the task's settings are its flags."""
+    """Return the cyclopts command of a task. The fields of the task's settings are the flags."""
     spec = find_task(name)
     kind = spec.settings
     default = kind()
@@ -184,7 +184,7 @@ def training_command(name: str) -> Callable[..., None]:
         example=spec.example,
         preset="Named settings, listed below. Flags and --config files override them.",
         config="YAML file of settings. Keys are spelled like the flags; later files override earlier files.",
-        resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
+        resume="Resume the run in --out from its latest checkpoint. auto: start a new run if --out contains no run.",
         as_json="Print a summary of the finished run as one JSON object; the log goes to standard error.",
     )
     return command

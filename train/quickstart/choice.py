@@ -1,6 +1,6 @@
 """Survey data folders, and choose task, preset, batch size and number of steps for a first run.
 
-The survey reads only the small files of a data folder, which list columns, splits, chunks, captions and labels.
+The survey reads only small files of a data folder: the files that list columns, splits, chunks, captions and labels.
 """
 
 import math
@@ -30,23 +30,23 @@ from clipmill.shards.reader import Variant
 from clipmill.train.config.shards import data_folder_error, kind_of
 from clipmill.train.data.classes import class_labels, proposed_label
 from clipmill.train.data.data_folder import ChunkTable, chunk_table, index_in, open_data_folder, rows_of
-from clipmill.train.quickstart.request import OFFERED
+from clipmill.train.quickstart.request import OFFERED_TASKS
 from clipmill.train.registry import DEFAULT, find_task, tasks
 from clipmill.train.spec import FirstRun
 
-_HELD_OUT = ("val", "validation", "test")  # names of splits for evaluations, in order of preference
+_HELD_OUT_SPLITS = ("val", "validation", "test")  # names of splits for evaluations, in order of preference
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFacts:
-    """Facts about a split, whose chunks are from the current variant of the `video` column.
+    """Facts about a split. Its chunks are from the current variant of the column `video`.
 
     Attributes:
         num_videos: Number of videos that have chunks.
         num_chunks: Number of chunks.
         hours: Total length of the chunks in hours.
         num_captions: Number of captions of these videos.
-        num_without: Number of videos without chunks, because the chunks have not been made or could not be made.
+        num_without: Number of videos whose chunks have not been made yet or could not be made.
         sources: Sources of the captions.
     """
 
@@ -64,8 +64,8 @@ class Survey:
 
     Attributes:
         address: Path or URL of the data folder, as the user wrote it.
-        columns: Current variant of each column.
-        splits: Splits by name, in order of decreasing size.
+        columns: Current variant of each column, keyed by column name.
+        splits: Splits in order of decreasing size, keyed by name.
         chunk_s: Median length of a chunk, in seconds.
         labels: Labels of the captions that can be used as classes, with `--label`.
     """
@@ -81,7 +81,7 @@ def survey(address: str) -> Survey:
     """Survey a data folder at a path or in object storage.
 
     Raises:
-        UserError: The data folder does not exist, its manifest is empty, or it has no video chunks.
+        UserError: The data folder does not exist or has no video chunks, or its manifest is empty.
     """
     if not kind_of(address).has_manifest:
         raise data_folder_error(address, "but train quickstart reads the manifest of a data folder")
@@ -131,10 +131,10 @@ def survey(address: str) -> Survey:
 
 
 def split_to_train(surveys: Sequence[Survey]) -> str:
-    """Return the split to train on, which is `train` or the only split that has chunks in all data folders.
+    """Return the split to train on: `train`, or the only split that has chunks in all data folders.
 
     Raises:
-        UserError: There is no such split, or there are several.
+        UserError: There is no such split, or there are several such splits.
     """
     names = [{name for name, split in data.splits.items() if split.num_chunks} for data in surveys]
     common_names = sorted(set.intersection(*names))
@@ -150,14 +150,15 @@ def split_to_train(surveys: Sequence[Survey]) -> str:
     )
 
 
-def split_to_evaluate(surveys: Sequence[Survey], *, trained: str) -> str | None:
-    """Return a split to evaluate on, which has chunks in each folder and is not trained on; None if there is none."""
+def split_to_evaluate(surveys: Sequence[Survey], *, training_split: str) -> str | None:
+    """Return a split, other than the training split, that has chunks in each folder; None if there is no such split."""
     names = [
         name
         for name in surveys[0].splits
-        if name != trained and all(name in data.splits and data.splits[name].num_chunks for data in surveys)
+        if name != training_split and all(name in data.splits and data.splits[name].num_chunks for data in surveys)
     ]
-    return min(names, key=lambda name: _HELD_OUT.index(name) if name in _HELD_OUT else len(_HELD_OUT), default=None)
+    ranks = {name: rank for rank, name in enumerate(_HELD_OUT_SPLITS)}
+    return min(names, key=lambda name: ranks.get(name, len(ranks)), default=None)
 
 
 def describe(data: Survey) -> list[str]:
@@ -221,7 +222,7 @@ def _captions(
     *,
     names: Sequence[str],
 ) -> tuple[dict[int, Counter[str]], tuple[str, ...]]:
-    """Return the number of captions of videos that have chunks, by split and source, and the names of the labels."""
+    """Return caption counts of the videos that have chunks, keyed by split and source, and the names of the labels."""
     counts = defaultdict[int, Counter[str]](Counter)
     with open_captions(data_dir, dictionary_columns=("video_id",)) as file:
         labels = class_labels(file.schema_arrow)
@@ -236,8 +237,8 @@ def _captions(
                 caption_code = rows_of(table["split"], pa.array(names))
                 code = np.where(caption_code < 0, code, caption_code)
             pairs = code[is_counted] * len(sources) + source.indices.to_numpy()[is_counted]
-            for pair, number in zip(*(array.tolist() for array in np.unique(pairs, return_counts=True)), strict=True):
-                counts[pair // len(sources)][sources[pair % len(sources)]] += number
+            for pair, count in zip(*(array.tolist() for array in np.unique(pairs, return_counts=True)), strict=True):
+                counts[pair // len(sources)][sources[pair % len(sources)]] += count
     return counts, labels
 
 
@@ -292,7 +293,7 @@ def first_run_of(task: str) -> FirstRun:
 
 def task_without_captions() -> str:
     """Return the first task whose samples need no captions."""
-    return next(name for name in OFFERED if not first_run_of(name).needs_captions)
+    return next(name for name in OFFERED_TASKS if not first_run_of(name).needs_captions)
 
 
 @dataclass(frozen=True)
@@ -319,13 +320,13 @@ def choose_task(surveys: Sequence[Survey], *, split: str, requested: str | None)
     if requested is None:
         if not uncaptioned_folders:
             return Choice(DEFAULT, count_noun(num_captions, "caption"))
-        where = (
+        reason = (
             "no captions"
             if len(uncaptioned_folders) == len(surveys)
             else f"no captions in {', '.join(uncaptioned_folders)}"
         )
         task = task_without_captions()
-        return Choice(task, f"{where}, and train {task} needs none")
+        return Choice(task, f"{reason}, and train {task} needs none")
     if uncaptioned_folders and first_run_of(requested).needs_captions:
         raise UserError(
             f"split {split!r} of {uncaptioned_folders[0]} has no captions, but train {requested} needs them",
@@ -343,7 +344,8 @@ def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
         requested: Value of --label; None for the only label.
 
     Raises:
-        UserError: The data folders have no label in common, or there are several labels and none was requested.
+        UserError: The data folders do not share the requested label or any label. Or they share several labels, and
+            none was requested.
     """
     labels = [name for name in surveys[0].labels if all(name in data.labels for data in surveys)]
     if requested is not None and requested in labels:
@@ -351,7 +353,9 @@ def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
     if requested is not None:
         raise UserError(
             f"the captions have no label {requested!r}",
-            hint=f"use one of the labels: {', '.join(labels) or 'none'}; see docs/classification.md",
+            hint=f"use one of the labels: {', '.join(labels)}; see docs/classification.md"
+            if labels
+            else "use data with labels (docs/classification.md), or a different --task",
         )
     if not labels:
         raise UserError(
@@ -376,7 +380,7 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Choice:
     if not gpu_bytes:
         return Choice(recipe.cpu_preset, "small enough for a CPU")
     if recipe.gpu_preset is None:
-        return Choice(recipe.cpu_preset, f"larger presets of train {task} need further files")
+        return Choice(recipe.cpu_preset, f"larger presets of train {task} need additional files")
     if min(gpu_bytes) < _MIN_GPU_BYTES:
         return Choice(recipe.cpu_preset, f"{recipe.gpu_preset} needs a GPU with {size_text(_MIN_GPU_BYTES)}")
     subject = "a GPU has" if len(gpu_bytes) == 1 else f"{len(gpu_bytes)} GPUs have at least"
@@ -399,7 +403,7 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the number of steps for `EPOCHS` epochs, and at least `_MIN_STEPS`; fewer if the time limit requires it.
+    """Return the number of steps for `EPOCHS` epochs, but at least `_MIN_STEPS`; fewer if the time limit requires it.
 
     Args:
         num_samples: Number of samples per epoch.
@@ -431,7 +435,7 @@ class ExpectedTime:
 
 
 _SPREAD = (0.85, 1.15)  # range of the time on a quiet machine, relative to the estimate
-_BUSY_SPREAD = (0.5, 2.0)  # range if other processes use the same cores, because they may end or need more time
+_BUSY_SPREAD = (0.5, 2.0)  # range if other processes use the same cores: they may end, or need more CPU time
 
 
 def is_busy(load: float, *, cores: float) -> bool:

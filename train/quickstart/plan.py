@@ -43,7 +43,7 @@ from clipmill.train.quickstart.choice import (
     split_to_evaluate,
     split_to_train,
 )
-from clipmill.train.quickstart.request import OFFERED, Request
+from clipmill.train.quickstart.request import OFFERED_TASKS, Request
 from clipmill.train.registry import find_task
 from clipmill.train.run.checkpoint_writer import CheckpointWriter
 from clipmill.train.spec import TaskSpec
@@ -168,7 +168,7 @@ def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
     try:
         folder = TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=parent)
     except OSError as error:
-        raise UserError(f"{parent} cannot be written: {error.strerror}", hint="use a different --out") from error
+        raise UserError(f"{parent} cannot be written to: {error.strerror}", hint="use a different --out") from error
     state, world = steps.state, opened.world
     with folder as name, closing(CheckpointWriter(Path(name), world=world, keep=1, best=None)) as writer:
         began_s = time.perf_counter()
@@ -179,7 +179,7 @@ def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return a path, or its closest parent folder that exists."""
+    """Return the path if it exists, otherwise its closest parent folder that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -193,7 +193,7 @@ class Proposal:
 
     Attributes:
         held_out: Split for evaluations; None if there is no such split.
-        settings: Settings with the batch size and the number of steps of the preset.
+        settings: Settings with the preset's batch size and number of steps.
         num_processes: Number of processes, one per GPU.
         minutes: Time limit of the run.
         load: Load average of the last minute.
@@ -364,18 +364,18 @@ def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) 
     elif request.label is not None:
         raise UserError(
             f"--label {request.label} has no effect, because train {task.value} needs no labels",
-            hint="add --task " + " or ".join(name for name in OFFERED if choice.first_run_of(name).needs_label),
+            hint="add --task " + " or ".join(name for name in OFFERED_TASKS if choice.first_run_of(name).needs_label),
             flags=("--label",),
         )
     if request.out is not None and request.out.exists() and any(request.out.iterdir()):
-        raise UserError(f"{request.out} exists and is not empty", hint="use a different --out, or omit it")
+        raise UserError(f"{request.out} exists and is not empty", hint="use a different --out, or omit --out")
     return Proposal(
         surveys=tuple(surveys),
         machine=machine,
         task=task,
         preset=preset,
         split=split,
-        held_out=split_to_evaluate(surveys, trained=split),
+        held_out=split_to_evaluate(surveys, training_split=split),
         settings=replace(settings, **changes),
         num_processes=max(1, len(gpus)),
         minutes=choice.MINUTES["cuda" if gpus else "cpu"] if request.minutes is None else request.minutes,
@@ -430,7 +430,7 @@ def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
 
 
 def _command_arguments(proposal: Proposal, settings: ClipSettings) -> list[str]:
-    """Return the command line, with the preset and the settings that differ from it."""
+    """Return the command line, with the preset and the settings that differ from the preset."""
     preset = load_settings(preset_path(proposal.preset.value, settings.command), type(settings))
     launcher = ["torchrun", "--nproc-per-node", str(proposal.num_processes), "--no-python"]
     arguments = [*(launcher if proposal.num_processes > 1 else ()), "train", settings.command]
@@ -462,7 +462,7 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """Return facts about the held-out split. Its clips are its chunks, or its captions if they are needed and fewer."""
+    """Return facts about the held-out split. If the task needs captions, there are at most as many clips as captions."""
     num_chunks = sum(data.splits[split].num_chunks for data in proposal.surveys)
     num_captions = sum(data.splits[split].num_captions for data in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions

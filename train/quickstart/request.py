@@ -9,11 +9,11 @@ from cyclopts import Parameter
 from clipmill.train.config.training import Device
 from clipmill.train.registry import tasks
 
-OFFERED = tuple(task.name for task in tasks() if task.first_run is not None)
+OFFERED_TASKS = tuple(task.name for task in tasks() if task.first_run is not None)
 if TYPE_CHECKING:
     Task = str
 else:
-    Task = Literal[OFFERED]
+    Task = Literal[OFFERED_TASKS]
 
 
 @Parameter(name="*")
@@ -34,7 +34,7 @@ class Request:
     """Initial weights: file, folder, run or NAME:TAG, as for the training commands. Default: random."""
 
     minutes: float | None = None
-    """Time limit of the run in minutes, which limits the number of steps. Default: 10 on a CPU, 60 on GPUs."""
+    """Time limit of the run in minutes; determines the maximum number of steps. Default: 10 on a CPU, 60 on GPUs."""
 
     out: Path | None = None
     """Run folder. Default: a new folder, runs/quickstart."""

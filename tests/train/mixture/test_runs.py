@@ -193,5 +193,5 @@ def test_a_folder_of_a_mixture_that_cannot_be_evaluated_is_named_and_the_others_
     assert train("eval", "retrieval", run) == 2
     output = capsys.readouterr()
     error, hint = output.err.splitlines()[-2:]
-    assert error.startswith(f"error: {incomplete} is not evaluated: ") and "'val'" in error
-    assert hint.startswith("hint: the run's other data folders are evaluated") and f"{far}" in output.out
+    assert error.startswith(f"error: {incomplete} was not evaluated: ") and "'val'" in error
+    assert hint.startswith("hint: the run's other data folders were evaluated") and f"{far}" in output.out

@@ -57,11 +57,11 @@ def test_gpus_decide_the_preset(task: str, gpus: list[int], preset: str) -> None
 
 
 def test_the_splits_are_found_whatever_their_names_are() -> None:
-    assert split_to_train([folder()]) == "train" and split_to_evaluate([folder()], trained="train") == "val"
+    assert split_to_train([folder()]) == "train" and split_to_evaluate([folder()], training_split="train") == "val"
     both = [folder(splits=("test", "train", "val")), folder("films", splits=("train", "test"))]
-    assert split_to_evaluate(both, trained="train") == "test"
+    assert split_to_evaluate(both, training_split="train") == "test"
     alone = [folder(splits=("all",))]
-    assert split_to_train(alone) == "all" and split_to_evaluate(alone, trained="all") is None
+    assert split_to_train(alone) == "all" and split_to_evaluate(alone, training_split="all") is None
     with pytest.raises(UserError, match="data has first, second; films has third"):
         split_to_train([folder(splits=("first", "second")), folder("films", splits=("third",))])
 
