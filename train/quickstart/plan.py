@@ -462,7 +462,7 @@ def _following_commands(proposal: Proposal, settings: ClipSettings) -> Iterator[
 
 
 def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
-    """Return facts about the held-out split. If the task needs captions, there are at most as many clips as captions."""
+    """Return facts about the held-out split. If the task needs captions, they also limit the number of clips."""
     num_chunks = sum(data.splits[split].num_chunks for data in proposal.surveys)
     num_captions = sum(data.splits[split].num_captions for data in proposal.surveys)
     needs_captions = choice.first_run_of(proposal.task.value).needs_captions
