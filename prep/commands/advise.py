@@ -72,8 +72,8 @@ def advise(
     of a clip or stored latents. To measure the read speed, chunks of the current variant are read for a few seconds.
 
     For an index (`prep index`), clips are decoded from the source videos, and a few seconds of several videos are
-    encoded with each recipe. The report says after how many reads of each clip a recipe saves CPU time, including the
-    CPU time spent on encoding.
+    encoded with each recipe. The report says how often each clip must be read until a recipe has saved the CPU time
+    that encoding takes.
 
     Examples:
 

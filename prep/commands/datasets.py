@@ -46,7 +46,7 @@ DATASETS = (
 
         The table has the columns video and text, and optionally begin_s, end_s or duration_s (in seconds), source,
         likelihood, split (train, val or test), group, view, label, and label_NAME for other labels. Rows with a label
-        do not need a text. Other common names of these columns, separators and encodings are recognized. If no row is
+        need no text. Other common names of these columns, separators and encodings are recognized. If no row is
         valid, the manifest is not changed.
 
         Folders on a web server cannot be listed, so the table must contain the URLs of the videos, or their paths
@@ -72,7 +72,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named <videoID>.mp4 or with a different extension.
+            Folder that contains the videos <videoID>.mp4. The extension may differ.
         """,
     ),
     Adapter(
@@ -92,7 +92,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named <video_uid>.mp4.
+            Folder that contains the videos <video_uid>.mp4.
         """,
     ),
     Adapter(
@@ -106,7 +106,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named <video_id>.MP4, in any subfolder.
+            Folder that contains the videos <video_id>.MP4, in any subfolder.
         """,
     ),
     Adapter(
@@ -156,7 +156,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named videoN.mp4 (video0.mp4, video1.mp4 and so on).
+            Folder that contains the videos videoN.mp4 (video0.mp4, video1.mp4 and so on).
         """,
     ),
     Adapter(
@@ -173,7 +173,8 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named as in the annotations. The extension .mp4 may be added, or replace another.
+            Folder that contains the videos under their names in the annotations. The extension .mp4 may be added to a
+            name, or replace its extension.
         """,
     ),
     Adapter(
@@ -189,7 +190,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named v_ID.mp4 or ID.mp4.
+            Folder that contains the videos v_ID.mp4 or ID.mp4.
         """,
     ),
     Adapter(
@@ -205,7 +206,7 @@ DATASETS = (
         Parameters
         ----------
         directory
-            Folder of the videos, named ID.webm.
+            Folder that contains the videos ID.webm.
         """,
     ),
 )

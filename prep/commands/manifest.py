@@ -196,7 +196,7 @@ def synthetic(
     *,
     videos: Annotated[int, Parameter(help="Number of videos, 1 or more. Every fifth video is in the split val.")] = 24,
     minutes: Annotated[float, Parameter(help="Length of each video in minutes, up to 600.")] = 1.0,
-    seed: Annotated[int, Parameter(help="Random seed of the scenes.")] = 0,
+    seed: Annotated[int, Parameter(help="Random seed for the scenes.")] = 0,
     mode: Annotated[
         Literal["shapes", "frame-numbers"],
         Parameter(

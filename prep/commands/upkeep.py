@@ -93,20 +93,20 @@ def verify(
             mirror.drop_content()  # verify the content of the bucket rather than local copies
         records = check_folder_records(data_dir)
     if column is not None or variant is not None:
-        selected = [column_named(column or VIDEO)]
+        selected_columns = [column_named(column or VIDEO)]
     else:
         try:
-            selected = [spec for spec in columns() if current_variant(data_dir, spec.name) is not None]
+            selected_columns = [spec for spec in columns() if current_variant(data_dir, spec.name) is not None]
         except DamagedDataset:
-            selected = []  # the damage is in `records`
-        if not selected and not records:
-            selected = [column_named(VIDEO)]
+            selected_columns = []  # the damage is in `records`
+        if not selected_columns and not records:
+            selected_columns = [column_named(VIDEO)]
     with Activity(activity_text):
-        variants = {spec.name: Variant.open(data_dir, column=spec.name, variant=variant) for spec in selected}
-        for spec in selected:
+        variants = {spec.name: Variant.open(data_dir, column=spec.name, variant=variant) for spec in selected_columns}
+        for spec in selected_columns:
             records += check_variant_records(variants[spec.name], column=spec, data_dir=data_dir)
     results = {}
-    for spec in selected:
+    for spec in selected_columns:
         with Activity(f"verifying {spec.name} shards") as activity:
             results[spec.name] = verify_variant(
                 variants[spec.name],
@@ -123,12 +123,13 @@ def verify(
         for record in records:
             name = "" if record.path in record.message else f"{record.path}: "
             print(f"record  {name}{record.message}")
-        for spec in selected:
+        for spec in selected_columns:
             print(verified_text(results[spec.name], column=spec, max_findings=_MAX_FINDINGS))
-    damaged = [spec for spec in selected if results[spec.name].num_problems]
-    if damaged or records:
+    damaged_columns = [spec for spec in selected_columns if results[spec.name].num_problems]
+    if damaged_columns or records:
         texts = [
-            failure_text(results[spec.name], variants[spec.name], column=spec, data_dir=data_dir) for spec in damaged
+            failure_text(results[spec.name], variants[spec.name], column=spec, data_dir=data_dir)
+            for spec in damaged_columns
         ]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
@@ -256,7 +257,8 @@ def gc(
     older_than: Annotated[
         str | None,
         Parameter(
-            help="Remove only variants that have not changed for this time, such as 7d or 12h. Default: no limit."
+            help="Remove only variants that have not changed for at least this time, such as 7d or 12h. Default: no "
+            "limit."
         ),
     ] = None,
     data: Data = Path("data"),

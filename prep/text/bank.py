@@ -168,20 +168,20 @@ def is_intact_block(path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
 
 
-def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
+def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir: Path, width: int) -> int:
     """Copy embeddings from committed shards to the bank.
 
     Damaged members and shards are skipped. Their texts are encoded again.
 
     Args:
-        missing: Digests of the texts to copy, in ascending order, DIGESTS [texts].
+        missing_digests: Digests of the texts to copy, in ascending order, DIGESTS [texts].
         bank_dir: Folder of the bank.
         width: Embedding dimension.
 
     Returns:
         Number of copied texts.
     """
-    is_missing = np.ones(len(missing), bool)
+    is_missing = np.ones(len(missing_digests), bool)
     digests: list[np.ndarray] = []
     rows: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
@@ -195,7 +195,7 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
 
     for shard in Variant(variant_dir).shards():
         try:
-            for sample in _missing_rows(shard, missing=missing, is_missing=is_missing, width=width):
+            for sample in _missing_rows(shard, missing_digests=missing_digests, is_missing=is_missing, width=width):
                 sample_digests, embedded, sample_lengths = sample
                 digests.append(sample_digests)
                 rows.append(embedded)
@@ -211,12 +211,12 @@ def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, w
 
 
 def _missing_rows(
-    shard: CommittedShard, *, missing: np.ndarray, is_missing: np.ndarray, width: int
+    shard: CommittedShard, *, missing_digests: np.ndarray, is_missing: np.ndarray, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the digests, rows and lengths of the missing texts in a shard, sample by sample."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
-    positions = positions_in(missing, stored)
+    positions = positions_in(missing_digests, stored)
     is_needed = positions >= 0
     is_needed[is_needed] = is_missing[positions[is_needed]]
     samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_needed), side="right") - 1)
@@ -311,21 +311,26 @@ def encode_block(block: Block) -> BlockResult:
 
 
 def blocks_of(
-    reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, encoder: TextEncoderOptions
+    reader: CaptionReader,
+    video_ids: pa.Array,
+    *,
+    missing_digests: np.ndarray,
+    bank_dir: Path,
+    encoder: TextEncoderOptions,
 ) -> Iterator[Block]:
     """Divide the texts to encode into blocks. Each text is in exactly one block.
 
     Args:
         video_ids: IDs of the videos whose captions to encode.
-        missing: Digests of the texts to encode, in ascending order, DIGESTS [texts].
+        missing_digests: Digests of the texts to encode, in ascending order, DIGESTS [texts].
     """
-    is_pending = np.ones(len(missing), bool)
+    is_pending = np.ones(len(missing_digests), bool)
     max_texts = MAX_BLOCK_TEXTS if encoder.recipe.settings.encoder is None else _MAX_BLOCK_SEQUENCES
     texts: list[str] = []
     num_chars = num_blocks = 0
     for caption_batch in reader.batches(video_ids):
         batch_texts = caption_batch.texts.to_pylist()
-        positions = positions_in(missing, digests_of(batch_texts))
+        positions = positions_in(missing_digests, digests_of(batch_texts))
         for text, position in zip(batch_texts, positions.tolist(), strict=True):
             if position < 0 or not is_pending[position]:
                 continue

@@ -158,7 +158,7 @@ def text_report(plan: TextPlan) -> Report:
     lines += states_lines(plan.shards, sample="video")
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
-        lines.append(f"estimate at most all unique captions of {count_noun(num_videos, 'video')} to encode")
+        lines.append(f"estimate at most the unique captions of {count_noun(num_videos, 'video')} to encode")
         lines.append("         the duration is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:
@@ -267,11 +267,11 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", bank_result: "BankResult",
         part_run.report_made(_num_encoded(bank, texts, num_parts)[part_run.part.number - 1])
         return False
     part_run.await_others(lambda: _num_encoded(bank, texts, num_parts))
-    missing = bank.find_missing(texts.digests)
+    missing_digests = bank.find_missing(texts.digests)
     part_run.unit = "text"
-    for owner, count in Counter(owners_of(missing, num_parts=num_parts).tolist()).items():
+    for owner, count in Counter(owners_of(missing_digests, num_parts=num_parts).tolist()).items():
         part_run.count_not_made(owner, count=count)
-    return not len(missing)
+    return not len(missing_digests)
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
@@ -399,15 +399,15 @@ def fill_bank(
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
-    missing = bank.find_missing(texts.digests)
-    if len(missing) and copy_embeddings(
-        plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.values["width"]
+    missing_digests = bank.find_missing(texts.digests)
+    if len(missing_digests) and copy_embeddings(
+        plan.variant_dir, missing_digests=missing_digests, bank_dir=bank.folder, width=plan.recipe.values["width"]
     ):
         bank.refresh()
-        missing = bank.find_missing(texts.digests)
-    if not len(missing):
+        missing_digests = bank.find_missing(texts.digests)
+    if not len(missing_digests):
         return BankResult(0, 0, frozenset(), None)
-    blocks = blocks_of(reader, texts.video_ids, missing=missing, bank_dir=bank.folder, encoder=encoder)
+    blocks = blocks_of(reader, texts.video_ids, missing_digests=missing_digests, bank_dir=bank.folder, encoder=encoder)
     refused: list[RefusedNode] = []
     activity_text = "encoding texts"
     with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket, Activity(activity_text) as activity:
@@ -424,7 +424,7 @@ def fill_bank(
                 error = result.stop or error
                 if error is not None and error[0] == FailureCode.DISK_FULL:
                     break
-            on_encoded(num_encoded, len(missing))
+            on_encoded(num_encoded, len(missing_digests))
     bank.refresh()
     return BankResult(num_encoded, num_cut, frozenset(not_finite), error, tuple(refused))
 
@@ -481,8 +481,8 @@ class ShardMaker:
                     return stop_result(task, FailureCode.IO_ERROR, message)
                 is_valid = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
                 if not is_valid.all():
-                    missing = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
-                    if not self.not_finite.issuperset(missing):
+                    missing_digests = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
+                    if not self.not_finite.issuperset(missing_digests):
                         error = (FailureCode.IO_ERROR, "embeddings are missing from the bank")
                         return stop_result(task, *(self.error or error))
                     invalid_rows = np.flatnonzero(~is_valid)

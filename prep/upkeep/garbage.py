@@ -86,7 +86,7 @@ class Garbage:
     """Files that can be removed, and files that are kept.
 
     Attributes:
-        items: Files to remove, in the order of removal: in a variant, commits precede tars, and the recipe is last.
+        items: Files to remove, in the order of removal: within a variant, commits precede tars, and the recipe is last.
         unknown: Files and folders that do not belong to the format.
         kept_because: Reasons to keep a variant (key `column/variant`), or all variants and shards of a column (key
             `column`).
@@ -236,7 +236,7 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
                 for path in map(Path, paths)
             )
             garbage.folders.extend([*folders_in(folder), *folders_in(folder / COMMITS_FOLDER)])
-            garbage.folders.extend(folder / part for part in variant_subfolders())
+            garbage.folders.extend(folder / subfolder for subfolder in variant_subfolders())
         garbage.unknown.extend(map(Path, unknown))
 
 
@@ -333,15 +333,15 @@ def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict
     # Lists of commits are removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
-    parts = variant_subfolders()
+    subfolders = variant_subfolders()
     derived = {file.name for work in usable_works(columns()) for file in work.extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
         if entry.name in needed or _is_temporary(entry):
             continue
-        if is_folder and entry.name in parts:
-            kind, names = parts[entry.name]
-            _classify_subfolder(entry, names, known=known[kind], unknown=unknown)
+        if is_folder and entry.name in subfolders:
+            kind, file_names = subfolders[entry.name]
+            _classify_subfolder(entry, file_names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
             _classify_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
         elif is_folder and entry.name == RUNNING_FOLDER:
@@ -352,7 +352,7 @@ def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict
             known["contents" if entry.name == CONTENTS_FILE else "commit table"].append(entry.path)
         elif entry.name == RECIPE_FILE:
             known["recipe"].append(entry.path)
-        elif entry.name in derived or any(names.fullmatch(entry.name) for names in DATA_FILES):
+        elif entry.name in derived or any(file_names.fullmatch(entry.name) for file_names in DATA_FILES):
             known["data"].append(entry.path)
         else:
             unknown.append(entry.path)
@@ -361,7 +361,7 @@ def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict
 
 def _classify_subfolder(
     folder: "os.DirEntry[str]",
-    names: re.Pattern[str],
+    file_names: re.Pattern[str],
     *,
     known: list[str],
     unknown: list[str],
@@ -372,9 +372,9 @@ def _classify_subfolder(
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            _classify_subfolder(entry, names, known=known, unknown=unknown)
+            _classify_subfolder(entry, file_names, known=known, unknown=unknown)
             continue
-        is_known = names.fullmatch(entry.name) and is_in_shard_folder(folder.name, entry.name) and entry.is_file()
+        is_known = file_names.fullmatch(entry.name) and is_in_shard_folder(folder.name, entry.name) and entry.is_file()
         (known if is_known else unknown).append(entry.path)
 
 
@@ -397,13 +397,13 @@ def _find_temporaries(data_dir: Path, garbage: Garbage) -> None:
             if not (folder / RECIPE_FILE).is_file():
                 continue  # the folder does not belong to prep
             commits = folder / COMMITS_FOLDER
-            for part in (
+            for subfolder in (
                 folder,
                 *folders_in(folder),
                 *folders_in(commits),
-                *(folder / part for part in variant_subfolders()),
+                *(folder / subfolder_name for subfolder_name in variant_subfolders()),
             ):
-                _add_temporaries(part, garbage)
+                _add_temporaries(subfolder, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):
                     garbage.items.append(Item(path, path.lstat().st_size, _LEFTOVER))
@@ -472,16 +472,16 @@ def belongs_to_format(data_dir: Path, key: str) -> bool:
     if folder in ("", MANIFEST_FOLDER):
         return is_table_file(name) if folder else name in ROOT_FILES
     column, _, rest = folder.partition("/")
-    variant, _, part = rest.partition("/")
+    variant, _, subfolder = rest.partition("/")
     if column not in {known.name for known in columns()} or not variant or variant.startswith("."):
         return False
     if not is_variant(variant_dir(data_dir, column, variant)):
         return False
-    if not part or FOLDER.fullmatch(part):
-        extra = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
-        is_known = (FOLDER_FILE if part else SHARD_FILE).fullmatch(name) is not None and is_in_shard_folder(part, name)
-        return is_known or (not part and name in extra)
-    return part in variant_subfolders() and variant_subfolders()[part][1].fullmatch(name) is not None
+    if not subfolder or FOLDER.fullmatch(subfolder):
+        extra_names = {file.name for work in usable_works(columns()) for file in work.extra_files} | {COMMIT_TABLE_FILE}
+        is_shard_file = (FOLDER_FILE if subfolder else SHARD_FILE).fullmatch(name) is not None
+        return (is_shard_file and is_in_shard_folder(subfolder, name)) or (not subfolder and name in extra_names)
+    return subfolder in variant_subfolders() and variant_subfolders()[subfolder][1].fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -181,13 +181,15 @@ def verify_variant(
         for shard_id, shard_problems in problems.items()
         if (commit := variant.commits.get(shard_id)) and not mark_damage(variant.directory, commit, shard_problems)
     ]
-    unusable = problems.keys() | inaccessible.keys()
-    intact = [commit for shard_id, commit in variant.commits.items() if shard_id not in unusable and commit.files]
+    unusable_ids = problems.keys() | inaccessible.keys()
+    intact_commits = [
+        commit for shard_id, commit in variant.commits.items() if shard_id not in unusable_ids and commit.files
+    ]
     results = []
     if deep:
-        for result in _check_deep(variant, intact, column=column, num_workers=num_workers):
+        for result in _check_deep(variant, intact_commits, column=column, num_workers=num_workers):
             results.append(result)
-            on_deep_shard(len(results), len(intact))
+            on_deep_shard(len(results), len(intact_commits))
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
     deep_findings = [
         Finding(result.shard_id, key, code, message)
@@ -396,7 +398,7 @@ def _check_dataset(data_dir: Path) -> Iterator[RecordFinding]:
     path = data_dir / DATASET_FILE
     used_columns = [column for column in columns() if list_variants(data_dir, column.name)]
     try:
-        missing = [column for column in used_columns if current_variant(data_dir, column.name) is None]
+        incomplete_columns = [column for column in used_columns if current_variant(data_dir, column.name) is None]
     except UserError as error:
         yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
         return
@@ -406,12 +408,12 @@ def _check_dataset(data_dir: Path) -> Iterator[RecordFinding]:
             if name != current_variant(data_dir, column.name) and late_files(folder, column.name):
                 message = "a late run wrote commits after the variant had been removed"
                 yield RecordFinding(str(folder), message, f"prep gc --data {shlex.quote(str(data_dir))}")
-    if missing:
+    if incomplete_columns:
         commands = ", ".join(
             _command_of(data_dir, column, lambda stored: True) or commands_of(data_dir, column.name)
-            for column in missing
+            for column in incomplete_columns
         )
-        names = ", ".join(column.name for column in missing)
+        names = ", ".join(column.name for column in incomplete_columns)
         no_current = f"no variant is current, but there are variants of {names}"
         message = no_current if path.exists() else "the file is missing, but variants exist"
         yield RecordFinding(str(path), message, f"{commands} with the same settings as before")

@@ -262,7 +262,8 @@ def _with_bank(workspace: Workspace) -> Path:
         width = int(variant.recipe["width"])
         for part in digests:  # one block per shard
             missing = np.unique(part).astype(DIGESTS)
-            copy_embeddings(variant.directory, missing=missing, bank_dir=variant.directory / BANK_FOLDER, width=width)
+            bank_dir = variant.directory / BANK_FOLDER
+            copy_embeddings(variant.directory, missing_digests=missing, bank_dir=bank_dir, width=width)
         for path in variant.directory.iterdir():
             if path.is_file() and path.name != "recipe.json":
                 path.unlink()

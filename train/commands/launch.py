@@ -241,7 +241,7 @@ def _train(
                 spec.finish_run(run, settings, say=progress.say)
             write_page(run)
     num_failed, lines = len(read_lines(run.failures)), read_lines(run.metrics)
-    remark = f"; {count_noun(num_failed, 'sample')} failed, see {run.failures}" if num_failed else ""
+    remark = f"; {count_noun(num_failed, 'sample')} failed (see {run.failures})" if num_failed else ""
     if sources := lines[-1].get("sources") if lines else None:
         progress.say(f"samples: {', '.join(f'{count:,} of {name}' for name, count in sources.items())}")
     progress.say(

@@ -241,7 +241,7 @@ class Plan:
     """
 
     proposal: Proposal
-    measured: Measurements
+    measurements: Measurements
     settings: ClipSettings
     length: Length
     expected: ExpectedTime
@@ -277,7 +277,7 @@ class Plan:
             "steps_reason": self.length.reason,
             "minutes": proposal.minutes,
             "expected": asdict(self.expected),
-            "measured": self.measured.as_json(),
+            "measured": self.measurements.as_json(),
             "disk_bytes": self.disk_bytes,
             "free_bytes": self.free_bytes,
             "out": str(self.settings.out),
@@ -296,7 +296,7 @@ class Plan:
         return "\n".join([*lines, "", f"    {self.command}", ""])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        proposal, measured, settings, expected = self.proposal, self.measured, self.settings, self.expected
+        proposal, measurements, settings, expected = self.proposal, self.measurements, self.settings, self.expected
         host, gpus = proposal.machine.host, proposal.machine.accelerator.gpus
         yield from (("data", line) for data in proposal.surveys for line in describe(data))
         gpu = f"{count_noun(len(gpus), 'GPU')} ({', '.join(sorted({gpu.name for gpu in gpus}))})" if gpus else "no GPU"
@@ -306,19 +306,21 @@ class Plan:
         clip = f"{count_noun(settings.num_frames, 'frame')} at {settings.size_px} px"
         yield "preset", f"{proposal.preset.value}, {clip}: {proposal.preset.reason}"
         gpus_text = f" on {proposal.num_processes} GPUs; one was measured" if proposal.num_processes > 1 else ""
-        misfits = f"; {count_noun(measured.num_halved, 'larger size')} did not fit" if measured.num_halved else ""
+        misfits = (
+            f"; {count_noun(measurements.num_halved, 'larger size')} did not fit" if measurements.num_halved else ""
+        )
         yield "batch", f"{count_noun(settings.batch, 'clip')}{gpus_text}{misfits}"
-        samples = count_noun(measured.num_samples, "sample")
+        samples = count_noun(measurements.num_samples, "sample")
         yield "steps", f"{settings.steps:,}, {self.length.epochs:.1f} epochs of {samples}: {self.length.reason}"
         times = [duration_text(seconds) for seconds in (expected.seconds, expected.least_s, expected.most_s)]
         yield (
             "time",
-            f"about {times[0]}, between {times[1]} and {times[2]}; measured: {measured.steps.step_s:.2g} s per step, "
-            f"{measured.steps.wait_share:.0%} of it waiting for data, {measured.start_s:.0f} s to start, "
-            f"{measured.checkpoint_s:.1f} s per checkpoint",
+            f"about {times[0]}, between {times[1]} and {times[2]}; "
+            f"measured: {measurements.steps.step_s:.2g} s per step, {measurements.steps.wait_share:.0%} of it waiting "
+            f"for data, {measurements.start_s:.0f} s to start, {measurements.checkpoint_s:.1f} s per checkpoint",
         )
         kind = " of GPU memory" if proposal.is_on_gpu else ""
-        yield "memory", f"{size_text(measured.steps.memory_bytes)}{kind}, measured"
+        yield "memory", f"{size_text(measurements.steps.memory_bytes)}{kind}, measured"
         yield "disk", f"{size_text(self.disk_bytes)} for checkpoints; {size_text(self.free_bytes)} are free"
         yield from (("warning", text) for text in self.warnings)
 
@@ -383,19 +385,19 @@ def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) 
     )
 
 
-def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
+def make_plan(proposal: Proposal, measurements: Measurements) -> Plan:
     """Complete a proposal with measurements."""
-    batch = measured.batch * proposal.num_processes
+    batch = measurements.batch * proposal.num_processes
     # On a GPU, all checkpoints except the last are written in the background.
     num_blocking_checkpoints = 1 if proposal.is_on_gpu else choice.NUM_CHECKPOINTS
     length = choice.choose_length(
-        measured.num_samples,
+        measurements.num_samples,
         batch=batch,
-        step_s=measured.steps.step_s,
-        other_s=measured.start_s + num_blocking_checkpoints * measured.checkpoint_s,
+        step_s=measurements.steps.step_s,
+        other_s=measurements.start_s + num_blocking_checkpoints * measurements.checkpoint_s,
         minutes=proposal.minutes,
     )
-    settings = convert_epochs(proposal.settings, measured.num_samples / batch)
+    settings = convert_epochs(proposal.settings, measurements.num_samples / batch)
     checkpoint_every = max(1, min(settings.checkpoint_every, math.ceil(length.steps / choice.NUM_CHECKPOINTS)))
     settings = replace(
         settings,
@@ -406,18 +408,18 @@ def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
     )
     num_checkpoints = math.ceil(length.steps / checkpoint_every)
     # In addition to the checkpoints that are kept, one checkpoint may be in progress.
-    disk_bytes = measured.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
+    disk_bytes = measurements.checkpoint_bytes * min(num_checkpoints, settings.keep_checkpoints + 1)
     free_bytes = shutil.disk_usage(existing_folder(settings.out)).free
     return Plan(
         proposal=proposal,
-        measured=measured,
+        measurements=measurements,
         settings=settings,
         length=length,
         expected=choice.expected_time(
             length.steps,
-            step_times=measured.steps.step_times,
-            start_s=measured.start_s,
-            checkpoints_s=measured.checkpoint_s * (1 if proposal.is_on_gpu else num_checkpoints),
+            step_times=measurements.steps.step_times,
+            start_s=measurements.start_s,
+            checkpoints_s=measurements.checkpoint_s * (1 if proposal.is_on_gpu else num_checkpoints),
             num_processes=proposal.num_processes,
             busy=proposal.is_busy,
         ),
@@ -425,7 +427,7 @@ def make_plan(proposal: Proposal, measured: Measurements) -> Plan:
         free_bytes=free_bytes,
         arguments=tuple(_command_arguments(proposal, settings)),
         next_commands=tuple(_following_commands(proposal, settings)),
-        warnings=tuple(_warnings(proposal, measured, length, disk_bytes=disk_bytes, free_bytes=free_bytes)),
+        warnings=tuple(_warnings(proposal, measurements, length, disk_bytes=disk_bytes, free_bytes=free_bytes)),
     )
 
 
@@ -478,7 +480,7 @@ def _held_out_clips(proposal: Proposal, split: str) -> HeldOut:
 
 
 def _warnings(
-    proposal: Proposal, measured: Measurements, length: Length, *, disk_bytes: int, free_bytes: int
+    proposal: Proposal, measurements: Measurements, length: Length, *, disk_bytes: int, free_bytes: int
 ) -> Iterator[str]:
     findings = [finding for finding in judge(proposal.machine) if finding.level == "warning"]
     yield from (f"{finding.what}; {finding.hint}" for finding in findings)
@@ -498,8 +500,8 @@ def _warnings(
         )
     if length.epochs < 1:
         yield f"the run uses only {length.epochs:.0%} of the samples: allow more time with --minutes"
-    if measured.steps.wait_share > _HIGH_WAIT_FRACTION:
-        share = f"{measured.steps.wait_share:.0%}"
+    if measurements.steps.wait_share > _HIGH_WAIT_FRACTION:
+        share = f"{measurements.steps.wait_share:.0%}"
         yield f"steps wait for data {share} of the time: train bench {proposal.task.value} finds the bottleneck"
     if proposal.is_busy:
         cores = count_noun(proposal.machine.host.allowed_cores, "core")

@@ -88,7 +88,7 @@ def test_captions_of_models_are_named_if_there_are_no_others(plan: Plan) -> None
         [replace(data_survey, splits={**data_survey.splits, "train": train})],
         plan.proposal.machine,
     )
-    words = make_plan(proposal, plan.measured).arguments
+    words = make_plan(proposal, plan.measurements).arguments
     assert words[words.index("--captions.sources") + 1] == "captioner@*=1,vlm@*=1"
     assert "--captions.sources" not in plan.arguments
 
@@ -160,7 +160,7 @@ def test_with_yes_it_trains_and_says_where_the_page_is_and_what_comes_next(
     assert "page: runs/quickstart/index.html" in lines and lines[-1].startswith("next: train search ")
     [checkpoint] = run.checkpoints.iterdir()
     size_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    assert plan.measured.checkpoint_bytes == pytest.approx(size_bytes, rel=0.05)
+    assert plan.measurements.checkpoint_bytes == pytest.approx(size_bytes, rel=0.05)
     # The next run uses a different folder.
     assert propose_out(data_dir) == "runs/quickstart-2"
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_tried_with_fewer_clips(
         tried.append(opened.settings.batch)
         if opened.settings.batch > most:
             raise error
-        return plan.measured.steps
+        return plan.measurements.steps
 
     monkeypatch.setattr("gc.collect", lambda: 0)
     monkeypatch.setattr(measurements, "take_steps", take)
