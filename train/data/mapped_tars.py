@@ -1,4 +1,4 @@
-"""Memory-mapped tars from which members are copied (latents, stored embeddings), and the verification of members.
+"""Memory-mapped tars whose members are latents or stored embeddings, and the verification of these members.
 
 A tar is mapped when it is first needed, after a check that the open file has the committed length. Bytes are read when
 they are used, and the kernel reclaims pages when memory is short, so the tars may be larger than memory. If a mapped
@@ -50,15 +50,15 @@ Part = tuple[memoryview, int, int]
 
 
 class MappedTars:
-    """Tars of several variants, numbered one variant after another. Thread-safe.
+    """Tars of several variants, in the order of the variants. Thread-safe.
 
-    The place of a byte is its offset in the concatenation of all tars, so a single number locates a member. If the
-    process has too many maps, the oldest maps are closed (`clipmill.manifests.mapped_files`), except while a part is in
-    use.
+    Tars are identified by their indices in this order. The place of a byte is its offset in the concatenation of all
+    tars, so a single integer locates a member. If the process has too many maps, the oldest maps are closed unless a
+    part of them is in use (`clipmill.manifests.mapped_files`).
 
     Attributes:
         starts: Place of the first byte of each tar, int64.
-        are_remote: True if the tars are copies of remote tars, from which `fetch_bytes` reads.
+        are_remote: True if the tars are remote. `fetch_bytes` can then download bytes.
         num_readers: Number of threads that download members; 0 for tars on local disks.
     """
 
@@ -67,7 +67,7 @@ class MappedTars:
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._files = [variant.tar_files for variant in variants]
-        self._first = np.cumsum([0, *map(len, self._files)])
+        self._first_tars = np.cumsum([0, *map(len, self._files)])
         self._sizes: NDArray[np.int64] = np.concatenate([files.sizes for files in self._files])
         self.starts: NDArray[np.int64] = np.cumsum(self._sizes) - self._sizes
         self._starts: list[int] = self.starts.tolist()
@@ -76,12 +76,12 @@ class MappedTars:
 
     def require_files(self) -> None:
         """Raise a UserError if a tar is missing or does not have its committed length."""
-        for number in range(len(self._sizes)):
+        for tar in range(len(self._sizes)):
             try:
-                self._require(number, self._path(number).stat())
+                self._require_length(tar, self._path(tar).stat())
             except OSError as error:
-                column = self._files[bisect_right(self._first, number) - 1].directory.parent.name
-                raise unusable_error(self._path(number), column, error.strerror or str(error)) from error
+                column = self._files[bisect_right(self._first_tars, tar) - 1].directory.parent.name
+                raise unusable_error(self._path(tar), column, error.strerror or str(error)) from error
 
     def register_places(self, places: NDArray[np.int64]) -> None:
         """Register the places of members that samples need. Nothing has to be done for tars on local disks."""
@@ -94,13 +94,13 @@ class MappedTars:
         return ""
 
     def locate(self, place: int) -> tuple[int, int]:
-        """Return the tar that contains a place, and the offset in the tar."""
-        number = bisect_right(self._starts, place) - 1
-        return number, place - self._starts[number]
+        """Return the index of the tar that contains a place, and the offset in the tar."""
+        tar = bisect_right(self._starts, place) - 1
+        return tar, place - self._starts[tar]
 
-    def name(self, number: int) -> str:
+    def name(self, tar: int) -> str:
         """Return the path or URL of a tar, for messages."""
-        return str(self._path(number))
+        return str(self._path(tar))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
         """Return True if `parts` can be called with these places."""
@@ -112,24 +112,24 @@ class MappedTars:
         Raises:
             UserError: A tar can no longer be mapped.
         """
-        numbers = np.searchsorted(self.starts, places, side="right") - 1
-        begins = places - self.starts[numbers]
+        tar_indices = np.searchsorted(self.starts, places, side="right") - 1
+        begins = places - self.starts[tar_indices]
         ends: list[int] = (begins + size_bytes).tolist()
         try:
-            views = {number: self._views[number] or self._map(number) for number in np.unique(numbers).tolist()}
+            views = {tar: self._views[tar] or self._map(tar) for tar in np.unique(tar_indices).tolist()}
         except OSError as error:
-            raise UserError(f"data has changed during training: {error}", hint="run prep verify") from error
-        return zip(map(views.__getitem__, numbers.tolist()), begins.tolist(), ends, strict=True)
+            raise UserError(f"a tar has changed during training: {error}", hint="run prep verify") from error
+        return zip(map(views.__getitem__, tar_indices.tolist()), begins.tolist(), ends, strict=True)
 
-    def view(self, number: int) -> memoryview | None:
+    def view(self, tar: int) -> memoryview | None:
         """Return the bytes of a complete tar; None if the tar is not on this machine.
 
         Raises:
             OSError: The tar cannot be opened or mapped, or does not have its committed length.
         """
-        return self._views[number] or self._map(number)
+        return self._views[tar] or self._map(tar)
 
-    def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
+    def fetch_bytes(self, tar: int, offset: int, size: int) -> memoryview | None:
         """Download bytes of a remote tar; return None for tars on local disks.
 
         Raises:
@@ -137,43 +137,43 @@ class MappedTars:
         """
         return None
 
-    def _map(self, number: int) -> memoryview:
-        descriptor = open_regular(self._path(number))
+    def _map(self, tar: int) -> memoryview:
+        descriptor = open_regular(self._path(tar))
         try:
             # Check the open file, because the path may refer to a different file by now.
-            self._require(number, os.fstat(descriptor))
-            view = map_descriptor(descriptor, int(self._sizes[number]))
+            self._require_length(tar, os.fstat(descriptor))
+            view = map_descriptor(descriptor, int(self._sizes[tar]))
         finally:
             os.close(descriptor)
-        self._views[number], self._maps[number] = view, _Map(self._views, number)
-        OPEN_MAPS.note_use(self._maps[number])
+        self._views[tar], self._maps[tar] = view, _Map(self._views, tar)
+        OPEN_MAPS.note_use(self._maps[tar])
         return view
 
-    def _require(self, number: int, status: os.stat_result) -> None:
+    def _require_length(self, tar: int, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size != self._sizes[number]:
-            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, but its commit says {self._sizes[number]:,}")
+        if status.st_size != self._sizes[tar]:
+            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, but its commit says {self._sizes[tar]:,}")
 
-    def _path(self, number: int) -> Path:
-        part = bisect_right(self._first, number) - 1
-        return self._files[part].path(number - int(self._first[part]))
+    def _path(self, tar: int) -> Path:
+        part = bisect_right(self._first_tars, tar) - 1
+        return self._files[part].path(tar - int(self._first_tars[part]))
 
 
 class _Map:
     """Handle that `OPEN_MAPS` uses to close a mapped tar (clipmill.manifests.mapped_files)."""
 
-    def __init__(self, views: list[memoryview | None], number: int) -> None:
-        self._views, self._number = views, number
+    def __init__(self, views: list[memoryview | None], tar: int) -> None:
+        self._views, self._tar_index = views, tar
 
     def close(self) -> bool:
-        """Release the map, which is unmapped once no part of it is in use."""
-        self._views[self._number] = None
+        """Release the map. It is unmapped once no part of it is in use."""
+        self._views[self._tar_index] = None
         return True
 
 
 def unusable_error(path: Path, column: str, reason: str) -> UserError:
-    """Return the error for a file of a column that cannot be used."""
+    """Return the error for a column's file that cannot be used."""
     return UserError(
         f"{path} cannot be used: {reason}",
         hint=f"run prep verify to list all damage, and prep {column} to rebuild damaged shards",
@@ -196,12 +196,12 @@ class Problem(NamedTuple):
 
 
 class VerifiedMembers:
-    """Loader of the members of a column, which verifies each member when it is first loaded. Thread-safe.
+    """Loader of the members of a column. Each member is verified when it is first loaded. Thread-safe.
 
     Args:
         tars: Tars that contain the members.
         num_members: Number of members.
-        payload: Function that takes the number of a member and returns its payload.
+        payload: Function that returns the payload of the member with a given index.
         column: Name of the column, for messages.
         noun: Plural noun for the content of members, for messages.
     """
@@ -225,27 +225,27 @@ class VerifiedMembers:
         if (problem := self._problems.get(member)) is not None:
             return problem
         place, size_bytes, crc32 = self._payload(member)
-        number, offset = self._tars.locate(place)
+        tar, offset = self._tars.locate(place)
         try:
-            view = self._tars.view(number)
+            view = self._tars.view(tar)
             content = None if view is None else view[offset : offset + size_bytes]
             if content is None or not self._is_good(member, content, crc32):
-                content = self._tars.fetch_bytes(number, offset, size_bytes)
+                content = self._tars.fetch_bytes(tar, offset, size_bytes)
                 # Verify downloaded bytes each time, because each request downloads them again.
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
-            problem = Problem("checksum", f"{self._where(number)} do not match their checksum")
+            problem = Problem("checksum", f"{self._where(tar)} do not match their checksum")
         except UserError:  # rejected credentials affect all tars
             raise
         except OSError as error:
-            problem = Problem("shard_unreadable", f"{self._where(number)} cannot be read: {error.strerror or error}")
+            problem = Problem("shard_unreadable", f"{self._where(tar)} cannot be read: {error.strerror or error}")
         return self._record(member, problem)
 
     def give_up(self, member: int, stuck: StuckResult) -> Problem:
         """Record that a member was not loaded in time, so that later requests for it fail without waiting."""
-        number, _ = self._tars.locate(self._payload(member).place)
-        return self._record(member, Problem("stuck", f"{self._where(number)} were not read within {stuck.after_s:g} s"))
+        tar, _ = self._tars.locate(self._payload(member).place)
+        return self._record(member, Problem("stuck", f"{self._where(tar)} were not read within {stuck.after_s:g} s"))
 
     def _record(self, member: int, problem: Problem) -> Problem:
         # Do not record problems with remote tars, because the bytes may be available next time.
@@ -254,7 +254,7 @@ class VerifiedMembers:
         return problem
 
     def _is_good(self, member: int, content: memoryview, crc32: int) -> bool:
-        """Return True if the mapped bytes match their checksum, which is computed only once."""
+        """Return True if the mapped bytes match their checksum. A successful check is not repeated."""
         if self._state[member] == _UNKNOWN:
             with self._locks.setdefault(member, threading.Lock()):
                 if self._state[member] == _UNKNOWN:
@@ -266,12 +266,12 @@ class VerifiedMembers:
             self._locks.pop(member, None)
         return bool(self._state[member] == _GOOD)
 
-    def _where(self, number: int) -> str:
-        return f"{self._what} ({self._tars.name(number)})"
+    def _where(self, tar: int) -> str:
+        return f"{self._what} ({self._tars.name(tar)})"
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """Return the rows of a variant's merged table or, if there is none, of its indexes, after verifying them.
+    """Return the verified rows of a variant's merged table or, if the table is missing, of the variant's indexes.
 
     Raises:
         UserError: The table or an index is damaged, or an index differs from the committed index.
@@ -300,8 +300,8 @@ def places_of(
     Args:
         starts: Place of each shard's tar.
         shard_of: Index in `starts` of each row's shard.
-        array_bytes: Size of each array; None for members that are not npy arrays, for which the function returns the
-            places of the members, and 0 as header size.
+        array_bytes: Size of each array; None for members that are not npy arrays. Without sizes, the function returns
+            the places of the members, and 0 for the size of each header.
 
     Raises:
         UserError: An array would end beyond its tar, or does not begin on a block boundary, so the index belongs to a
@@ -314,13 +314,14 @@ def places_of(
     if array_bytes is not None:
         header = size - array_bytes
         is_valid &= (header > 0) & (header <= size) & ((offset + header) % BLOCK_BYTES == 0)
-    invalid = np.flatnonzero(~is_valid)
-    if len(invalid):
-        row = int(invalid[np.lexsort((table["row"].to_numpy()[invalid], shard_of[invalid]))[0]])
+    invalid_rows = np.flatnonzero(~is_valid)
+    if len(invalid_rows):
+        by_shard = np.lexsort((table["row"].to_numpy()[invalid_rows], shard_of[invalid_rows]))
+        row = int(invalid_rows[by_shard[0]])
         shard = variant.shard(int(tars.shard_ids[shard_of[row]]))
         key = shard.index["key"][int(table["row"][row].as_py())].as_py()
         raise unusable_error(
-            shard.index_path, shard.commit.column, f"its position of the array of {key!r} is impossible"
+            shard.index_path, shard.commit.column, f"it states an impossible position for the array of {key!r}"
         )
     return starts[shard_of] + offset + header, header.astype(np.int32)
 
@@ -338,17 +339,17 @@ class RemoteMaps(MappedTars):
     Tars that fit within the cache limit are downloaded in the background, once per machine, and mapped as they arrive.
     Until then, and always for tars that do not fit, members are read by range when they are needed.
 
-    Thus the order of samples does not depend on the size of the cache. In a full shuffle over tars that are larger than
-    the cache, the members of tars that do not fit are read individually in each epoch, so that only the bytes that the
-    epoch uses are transferred. Downloading complete tars for single members would transfer thousands of times as many
-    bytes. Mapped tars stay in the cache until this object is deleted, because evicting the least recently used tar
-    would always evict a tar that a full shuffle needs next. If a member of a cached tar does not match its checksum,
-    the member is read by range, and the tar is removed from the cache.
+    Thus the order of samples does not depend on the size of the cache. If all tars are shuffled together and do not fit
+    into the cache, each epoch reads the members of the other tars individually, and transfers only the bytes that it
+    uses. Downloading complete tars for single members would transfer thousands of times as many bytes. Mapped tars stay
+    in the cache until this object is deleted, because evicting the least recently used tar would always evict a tar
+    that a full shuffle needs soon. If a member of a cached tar does not match its checksum, the member is read by
+    range, and the tar is removed from the cache.
 
     Args:
         tars: Reader of the tars of the data folder.
-        cached_variant: Variant whose tars must be completely in the cache, so the constructor downloads them; None for
-            no variant.
+        cached_variant: Variant whose tars must all be in the cache, so that the constructor downloads them; None for no
+            variant.
 
     Raises:
         UserError: A tar of `cached_variant` cannot be downloaded, or does not fit into the cache.
@@ -374,9 +375,9 @@ class RemoteMaps(MappedTars):
 
     def describe(self) -> str:
         """Return a remark for the log on how much of the tars is in the cache."""
-        needed, cache = self._is_needed, self._tars.cache
+        is_needed, cache = self._is_needed, self._tars.cache
         cached_bytes, fitting_bytes, total_bytes = (
-            int(self._sizes[tars].sum()) for tars in (needed & self._is_mapped, self._is_claimed(), needed)
+            int(self._sizes[mask].sum()) for mask in (is_needed & self._is_mapped, self._is_claimed(), is_needed)
         )
         limit = f"{'80% of the free disk' if cache.is_derived else '--cache-size'}: {size_text(cache.limit_bytes)}"
         fits = f"; {size_text(fitting_bytes)} of them fit, and the rest is read by range"
@@ -386,83 +387,81 @@ class RemoteMaps(MappedTars):
         )
 
     def register_places(self, places: NDArray[np.int64]) -> None:
-        """Register the tars at these places as needed, and map those tars that are in the cache."""
+        """Register the tars at these places as needed, and map the tars that are in the cache."""
         self._is_needed[np.unique(np.searchsorted(self.starts, places, side="right") - 1)] = True
-        cache, cached = self._tars.cache, set(self._tars.cache.names())
-        numbers = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
+        cache, cached_names = self._tars.cache, set(self._tars.cache.names())
+        tar_indices = np.flatnonzero(self._is_needed & ~self._is_mapped).tolist()
         # Reserve room for cached tars first, because they do not have to be downloaded.
-        for number in sorted(numbers, key=lambda number: self._cached_name(number) not in cached):
-            shard, name = self._shards[number], self._cached_name(number)
+        for tar in sorted(tar_indices, key=lambda tar: self._cached_name(tar) not in cached_names):
+            shard, name = self._shards[tar], self._cached_name(tar)
             has_room = len(cache.claims) < _MAX_MAPPED
             fits = has_room and cache.claim({name: shard.tar_bytes}, only_if_it_fits=True)
-            if fits and name in cached and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
-                self._map_copy(number, copy)
+            if fits and name in cached_names and (copy := cache.find(name, size_bytes=shard.tar_bytes)):
+                self._map_copy(tar, copy)
 
     def start_downloads(self) -> None:
         """Download the needed tars that fit into the cache, in the background, until this object is deleted."""
-        numbers = np.flatnonzero(self._is_claimed() & ~self._is_mapped).tolist()
-        if not numbers or self._is_fetching:
+        tar_indices = np.flatnonzero(self._is_claimed() & ~self._is_mapped).tolist()
+        if not tar_indices or self._is_fetching:
             return
         self._is_fetching = True
         # The processes of a machine start with different tars, and skip a tar that another process is downloading.
         fraction = int(os.environ.get("LOCAL_RANK") or 0) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-        pending = deque(numbers)
-        pending.rotate(-int(len(numbers) * fraction))
+        pending = deque(tar_indices)
+        pending.rotate(-int(len(tar_indices) * fraction))
         end, arguments = threading.Event(), (weakref.ref(self), pending)
         threads = [
             threading.Thread(target=_fetch_all, args=(*arguments, end), name="cache", daemon=True)
-            for _ in range(min(_NUM_FETCH_THREADS, len(numbers)))
+            for _ in range(min(_NUM_FETCH_THREADS, len(tar_indices)))
         ]
         for thread in threads:
             thread.start()
         # Stop the threads at exit too, because no thread may return from a request during interpreter shutdown.
         weakref.finalize(self, _stop, end, threads)
 
-    def name(self, number: int) -> str:
-        return self._tars.name(self._path(number))
+    def name(self, tar: int) -> str:
+        return self._tars.name(self._path(tar))
 
     def are_mapped(self, places: NDArray[np.int64]) -> bool:
         return bool(self._is_mapped[np.searchsorted(self.starts, places, side="right") - 1].all())
 
-    def view(self, number: int) -> memoryview | None:
-        return self._views[number] if self._is_mapped[number] else None
+    def view(self, tar: int) -> memoryview | None:
+        return self._views[tar] if self._is_mapped[tar] else None
 
-    def fetch_bytes(self, number: int, offset: int, size: int) -> memoryview | None:
-        if self._is_mapped[number]:  # the copy is damaged; its parts that are in use have been verified
-            self._is_mapped[number] = False
-            self._tars.cache.drop(self._cached_name(number))
-        return memoryview(self._tars.read(self._path(number), offset, size))
+    def fetch_bytes(self, tar: int, offset: int, size: int) -> memoryview | None:
+        if self._is_mapped[tar]:  # the copy is damaged; its parts that are in use have been verified
+            self._is_mapped[tar] = False
+            self._tars.cache.drop(self._cached_name(tar))
+        return memoryview(self._tars.read(self._path(tar), offset, size))
 
-    def fetch(self, number: int, *, waits: bool, is_over: Callable[[], bool] = lambda: False) -> bool:
+    def fetch(self, tar: int, *, waits: bool, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Download a tar into the cache and map it; return True if it is mapped.
 
         Args:
             waits: True to wait if another process is downloading the tar; False to return False in this case.
             is_over: Function that returns True once the download must stop.
         """
-        if self._is_mapped[number]:
+        if self._is_mapped[tar]:
             return True
-        copy = self._tars.fetch(self._shards[number], waits=waits, is_over=is_over)
+        copy = self._tars.fetch(self._shards[tar], waits=waits, is_over=is_over)
         if copy is None:
             return False
-        self._map_copy(number, copy)
+        self._map_copy(tar, copy)
         return True
 
-    def _map_copy(self, number: int, copy: CachedFile) -> None:
+    def _map_copy(self, tar: int, copy: CachedFile) -> None:
         with copy:
-            self._views[number] = map_descriptor(copy.descriptor, int(self._sizes[number]))
-        self._is_mapped[number] = True
+            self._views[tar] = map_descriptor(copy.descriptor, int(self._sizes[tar]))
+        self._is_mapped[tar] = True
 
-    def _fetch_variant(self, numbers: Sequence[int], *, column: str) -> None:
+    def _fetch_variant(self, tar_indices: Sequence[int], *, column: str) -> None:
         cache = self._tars.cache
         try:
-            cache.claim({self._cached_name(number): self._shards[number].tar_bytes for number in numbers})
+            cache.claim({self._cached_name(tar): self._shards[tar].tar_bytes for tar in tar_indices})
             with ThreadPoolExecutor(_NUM_FETCH_THREADS) as pool:
-                list(pool.map(lambda number: self.fetch(number, waits=True), numbers))
+                list(pool.map(lambda tar: self.fetch(tar, waits=True), tar_indices))
         except NoRoom as error:
-            raise UserError(
-                f"the {column} column has to be completely in the cache: {error}", hint=error.hint
-            ) from error
+            raise UserError(f"the complete {column} column has to be in the cache: {error}", hint=error.hint) from error
         except UserError:
             raise
         except OSError as error:
@@ -475,12 +474,12 @@ class RemoteMaps(MappedTars):
         """Return a mask of the tars that samples need and that fit into the cache."""
         claims = self._tars.cache.claims
         return np.array(
-            [bool(needed) and self._cached_name(number) in claims for number, needed in enumerate(self._is_needed)],
+            [bool(is_needed) and self._cached_name(tar) in claims for tar, is_needed in enumerate(self._is_needed)],
             bool,
         )
 
-    def _cached_name(self, number: int) -> str:
-        return self._tars.cached_name(self._shards[number])
+    def _cached_name(self, tar: int) -> str:
+        return self._tars.cached_name(self._shards[tar])
 
 
 def open_maps(variants: Sequence[Variant], tars: RemoteTars | None, *, cached_variant: Variant | None) -> MappedTars:
@@ -501,24 +500,24 @@ def _fetch_all(maps_ref: "weakref.ref[RemoteMaps]", pending: deque[int], end: th
     attempts: Counter[int] = Counter()
     while not end.is_set() and (maps := maps_ref()) is not None:
         try:
-            number = pending.popleft()
+            tar = pending.popleft()
         except IndexError:
             return
         try:
-            is_done = maps.fetch(number, waits=False, is_over=end.is_set)
+            is_done = maps.fetch(tar, waits=False, is_over=end.is_set)
         except (UserError, OSError) as error:
-            attempts[number] += 1
-            is_done = attempts[number] == _NUM_ATTEMPTS
+            attempts[tar] += 1
+            is_done = attempts[tar] == _NUM_ATTEMPTS
             if end.is_set():
                 return
             if isinstance(error, UserError) or is_local(error):
                 end.set()
-                _print_note(f"the cache takes no more tars, so the remaining tars are read by range: {error}")
+                _print_note(f"the cache cannot store more tars, so the remaining tars are read by range: {error}")
             elif is_done:
                 _print_note(f"a tar cannot be downloaded into the cache, so it is read by range: {error}")
         del maps  # a waiting thread must not keep an unused `RemoteMaps` alive
         if not is_done:
-            pending.append(number)
+            pending.append(tar)
             end.wait(_RETRY_AFTER_S)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures: samples from several data folders that a single loader reads, and their order.
+"""Mixtures: samples from several data folders, read by a single loader, and the order of these samples.
 
 The tables of the folders stay independent. The samples, clips and captions of a mixture are numbered one folder after
 another, so that a loss can keep state for each clip or caption. Failures contain the path or URL of their folder.
@@ -45,8 +45,8 @@ class MixedOrder:
        folder, which may be slower than the others.
 
     With a tree of D levels, numbering deviates by at most D / 2 at each end of a block. Within a block, all groups of a
-    folder with a fraction p of the weights may come first, which adds at most 16 p (1 - p) <= 4. A window has two ends,
-    so the number of a folder's groups in a window deviates by at most 8 + D.
+    folder with a fraction p of the weights may come first, which adds at most 16 p (1 - p) <= 4. A window of
+    consecutive groups has two ends, so the number of a folder's groups in the window deviates by at most 8 + D.
 
     The n-th group of folder k is the n-th group of the folder's `SampleOrder`. After all samples of a folder have been
     visited, the next epoch of the folder begins, independently of the other folders. Without weights, w_k is
@@ -68,7 +68,7 @@ class MixedOrder:
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[Fraction] | None, seed: int, group: int = 1) -> None:
         # Each folder has a different seed, so that folders of equal size are not visited in the same order.
-        digests = [hashlib.blake2b(f"{seed}/folder {number}".encode(), digest_size=8) for number in range(len(sizes))]
+        digests = [hashlib.blake2b(f"{seed}/folder {index}".encode(), digest_size=8) for index in range(len(sizes))]
         self._orders = [
             SampleOrder(size, int.from_bytes(digest.digest()), group)
             for size, digest in zip(sizes, digests, strict=True)
@@ -95,11 +95,11 @@ class MixedOrder:
     def at(self, positions: Positions) -> Positions:
         """Return the samples, in [0, num_samples), at `positions` (int64 [N], >= 0); -1 for empty positions."""
         group_N, member_N = np.divmod(np.asarray(positions, dtype=np.int64), self._group)
-        folder_N, number_N = self._locate(group_N)
+        folder_N, index_N = self._locate(group_N)
         samples_N = np.empty_like(group_N)
         for folder in np.unique(folder_N):
             mask_N = folder_N == folder
-            samples = self._orders[folder].at(number_N[mask_N] * self._group + member_N[mask_N])
+            samples = self._orders[folder].at(index_N[mask_N] * self._group + member_N[mask_N])
             samples_N[mask_N] = np.where(samples < 0, -1, samples + self.offsets[folder])
         return samples_N
 
@@ -108,26 +108,26 @@ class MixedOrder:
         group, member = divmod(position, self._group)
         first, slot = self._block_of(np.array([group]))
         folders = self._shuffle(first)[0]
-        num_groups = self._numbers(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
+        num_groups = self._counts_before(first)[0] + np.bincount(folders[: int(slot[0])], minlength=len(self._orders))
         num_positions = num_groups * self._group
         num_positions[folders[int(slot[0])]] += member
         return [_num_samples(order, num) for order, num in zip(self._orders, num_positions.tolist(), strict=True)]
 
     def visits_per_epoch(self) -> list[float]:
-        """Return for each folder how often an epoch of the mixture visits each sample on average."""
+        """Return how often an epoch of the mixture visits each sample of a folder on average, for each folder."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.weights, self._orders, strict=True)
         return [float(weight * total / order.positions_per_epoch) for weight, order in pairs]
 
     def _locate(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the folder of each group, and the number of the group in this folder."""
+        """Return the folder of each group, and the index of the group in this folder."""
         first_N, slot_N = self._block_of(group_N)
         first_U, block_N = np.unique(first_N, return_inverse=True)
         folder_US = self._shuffle(first_U)
         folder_N = folder_US[block_N, slot_N]
         is_earlier_NS = np.arange(self._block) < slot_N[:, None]
         num_earlier_N = ((folder_US[block_N] == folder_N[:, None]) & is_earlier_NS).sum(axis=1)
-        return folder_N, self._numbers(first_U)[block_N, folder_N] + num_earlier_N
+        return folder_N, self._counts_before(first_U)[block_N, folder_N] + num_earlier_N
 
     def _block_of(self, group_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first group of the block that contains each group, and the group's slot in the block."""
@@ -157,20 +157,20 @@ class MixedOrder:
         folder_N[~is_left_N] = self._folders((group_N - left_N)[~is_left_N], middle, high)
         return folder_N
 
-    def _numbers(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _counts_before(self, group_N: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many groups of each folder precede each group, before shuffling, int64 [N, K]."""
-        number_NK = np.empty((len(group_N), len(self._orders)), np.int64)
+        count_NK = np.empty((len(group_N), len(self._orders)), np.int64)
 
         def divide(group_N: NDArray[np.int64], low: int, high: int) -> None:
             if high - low == 1:
-                number_NK[:, low] = group_N
+                count_NK[:, low] = group_N
                 return
             left_N, middle = self._num_in_left_half(group_N, low, high), (low + high) // 2
             divide(left_N, low, middle)
             divide(group_N - left_N, middle, high)
 
         divide(group_N, 0, len(self._orders))
-        return number_NK
+        return count_NK
 
     def _num_in_left_half(self, group_N: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
         """Return how many of the first `group_N` groups of a tree node belong to its left half."""
@@ -183,13 +183,13 @@ class MixedOrder:
 def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Return the smallest integers that are proportional to the weights."""
     scale = math.lcm(*(weight.denominator for weight in weights))
-    scaled = [int(weight * scale) for weight in weights]
-    divisor = math.gcd(*scaled)
-    return tuple(weight // divisor for weight in scaled)
+    scaled_weights = [int(weight * scale) for weight in weights]
+    divisor = math.gcd(*scaled_weights)
+    return tuple(weight // divisor for weight in scaled_weights)
 
 
 def _num_samples(order: SampleOrder, num_positions: int) -> int:
-    """Return the number of samples at the first `num_positions` positions; epochs end with the empty positions."""
+    """Return the number of samples at the first `num_positions` positions. Empty positions are at the end of epochs."""
     epochs, rest = divmod(num_positions, order.positions_per_epoch)
     return epochs * order.num_samples + min(rest, order.num_samples)
 
@@ -222,7 +222,7 @@ class MixedFolders:
         return dict(zip(self.names, self.order.counts(position), strict=True))
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return an entry for each folder for run.json, with its fraction of the samples, and visits per epoch."""
+        """Return the entry of each folder in run.json, with the folder's fraction of the samples and other facts."""
         sizes = np.diff(self.order.offsets).tolist()
         columns = (
             self.names,
@@ -269,14 +269,14 @@ def require_equal_facts(facts: Mapping[str, Mapping[str, str]]) -> None:
     Args:
         facts: Properties of each folder, by its path or URL (`Source.mixture_facts`).
     """
-    (first, first_facts), *others = facts.items()
-    for address, other_facts in others:
+    (first_address, first_facts), *other_folders = facts.items()
+    for address, other_facts in other_folders:
         for name, value in first_facts.items():
-            if other_facts[name] != value:
-                other = other_facts[name]
+            if (other_value := other_facts[name]) != value:
                 raise UserError(
-                    f"{first} and {address} cannot be mixed: {name} {value} in the first, {other} in the second",
-                    hint="make the column with equal settings and weights in both folders, or train on one folder",
+                    f"{first_address} and {address} cannot be mixed: {name} {value} in the first, {other_value} in the "
+                    "second",
+                    hint="make the column with the same settings and weights in both folders, or train on one folder",
                 )
 
 
@@ -291,10 +291,10 @@ class MixedSamples(BatchedSamples):
     Attributes:
         first, parts: Samples of the first folder, and of each folder.
         folders: Facts about the folders, for the log, the metrics and the results page.
-        numbering: Numbers of the clips and captions of the mixture.
+        numbering: IDs of the clips and captions of the mixture.
 
     Raises:
-        UserError: The folders differ in a property that must be equal.
+        UserError: The folders differ in a property that must be the same in all folders.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class MixedSamples(BatchedSamples):
 
     @property
     def visits_per_epoch(self) -> float:
-        """Number of samples in an epoch of training: the sum over all folders."""
+        """Number of samples in a training epoch: the sum over all folders."""
         return float(sum(part.visits_per_epoch for part in self.parts))
 
     @property
@@ -374,12 +374,11 @@ class MixedSamples(BatchedSamples):
 
 
 class Numbering:
-    """Numbers of the clips and captions of several folders, one folder after another.
+    """IDs of the clips and captions of several folders, which are numbered one folder after another.
 
     Attributes:
-        first_clip: Number of the first clip of each folder, followed by the number of all clips, int64 [K + 1].
-        first_caption: Number of the first caption of each folder, followed by the number of all captions, int64
-            [K + 1].
+        first_clip: ID of the first clip of each folder, followed by the number of all clips, int64 [K + 1].
+        first_caption: ID of the first caption of each folder, followed by the number of all captions, int64 [K + 1].
     """
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -410,7 +409,7 @@ class MixedReader(ThreadedReader):
     Args:
         parts: Samples of each folder.
         addresses: Paths or URLs of the folders, for failures.
-        numbering: Numbers of the clips and captions of the mixture.
+        numbering: IDs of the clips and captions of the mixture.
     """
 
     def __init__(self, parts: Sequence[Samples], addresses: Sequence[str], numbering: Numbering) -> None:
@@ -431,8 +430,8 @@ class MixedReader(ThreadedReader):
 
     def key(self, sample: int) -> str:
         """Return the key of the chunk in which the clip begins, or the name of the image."""
-        folder, number = self._locate(sample)
-        return str(self._readers[folder].key(number))
+        folder, index = self._locate(sample)
+        return str(self._readers[folder].key(index))
 
     def folder_suffix(self, sample: int) -> str:
         """Return a suffix for messages that names the data folder of a sample."""
@@ -443,37 +442,37 @@ class MixedReader(ThreadedReader):
 
         All samples of a group belong to the same folder, unless a run was resumed in the middle of a group.
         """
-        loaded: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for folder, part in self._divide_requests(requests):
-            loaded += self._renumber(folder, self._readers[folder].load(part))
-        return loaded
+            outcomes += self._renumber(folder, self._readers[folder].load(part))
+        return outcomes
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
         """Read the bytes for a group of requests; return the index of each folder, and what its reader has read."""
         return [(folder, self._readers[folder].read(part)) for folder, part in self._divide_requests(requests)]
 
-    def load_read(self, read: list[tuple[int, Any]]) -> list[Outcome]:
+    def load_read(self, parts: list[tuple[int, Any]]) -> list[Outcome]:
         """Decode and crop the samples that `read` returned."""
-        loaded: list[Outcome] = []
-        for folder, part in read:
-            loaded += self._renumber(folder, self._readers[folder].load_read(part))
-        return loaded
+        outcomes: list[Outcome] = []
+        for folder, part in parts:
+            outcomes += self._renumber(folder, self._readers[folder].load_read(part))
+        return outcomes
 
     def _divide_requests(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[int, list[SampleRequest]]]:
-        """Yield runs of consecutive requests for the same folder, with the sample numbers of this folder."""
+        """Yield runs of consecutive requests for the same folder, with the sample indices of this folder."""
         for folder, part in groupby(requests, key=lambda request: self._locate(request.sample)[0]):
             first = self._first_sample[folder]
             yield folder, [replace(request, sample=request.sample - first) for request in part]
 
-    def _renumber(self, folder: int, loaded: list[Outcome]) -> list[Outcome]:
-        for sample in loaded:
+    def _renumber(self, folder: int, outcomes: list[Outcome]) -> list[Outcome]:
+        for sample in outcomes:
             if not isinstance(sample, FailedSample):
                 sample["clip_id"] += int(self._numbering.first_clip[folder])
                 if "caption_id" in sample:
                     sample["caption_id"] += int(self._numbering.first_caption[folder])
-        return loaded
+        return outcomes
 
     def _locate(self, sample: int) -> tuple[int, int]:
-        """Return the folder of a sample, and its number in the folder."""
+        """Return the folder of a sample, and the index of the sample in this folder."""
         folder = bisect_right(self._first_sample, sample) - 1
         return folder, sample - self._first_sample[folder]

@@ -61,7 +61,7 @@ _Item = TypeVar("_Item")
 
 
 class RemoteFiles:
-    """Small files of a remote data folder, which are copied to the local folder `copy`. Thread-safe.
+    """Small files of a remote data folder, and their copies in the local folder `copy`. Thread-safe.
 
     All processes that a launcher starts on a machine share one copy: the first process copies the files under a lock,
     and the others wait. A process without a launcher copies changed files each time it opens the folder.
@@ -69,8 +69,8 @@ class RemoteFiles:
     The small files of a column are contents.json, recipe.json, the commits, and the tables into which `prep` merges
     commits and indexes. Commits are copied if they differ from their table, and indexes if they are missing from the
     table of chunks; any other index is copied when its shard is first read. Files with a checksum are verified. Web
-    servers cannot list objects, so the shards are taken from contents.json or, during a first run, from the directory
-    page.
+    servers cannot list objects, so the list of shards is taken from contents.json or, if it lists none, from the
+    directory page.
 
     Args:
         objects: Objects of the data folder.
@@ -115,7 +115,7 @@ class RemoteFiles:
                 self._copy_variant(f"{column}/{variant}")
 
     def copy_file(self, key: str, *, sha256: str | None = None, size_bytes: int | None = None) -> None:
-        """Copy a file, unless there is a copy with this digest and size.
+        """Copy a file, unless a copy with this digest and size exists.
 
         Raises:
             OSError: The file cannot be read, or has a different digest or size.
@@ -138,18 +138,18 @@ class RemoteFiles:
         path = local / MANIFEST_FILE
         try:
             manifest = json.loads(content)
-            mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
+            fingerprint, tables = manifest["fingerprint"], manifest.get("tables", {})
         except (ValueError, KeyError, TypeError, AttributeError):
-            mark, recorded = "", {}  # a damaged manifest is reported when the copy is read
+            fingerprint, tables = "", {}  # a damaged manifest is reported when the copy is read
         is_same = path.is_file() and path.read_bytes() == content
         local.mkdir(parents=True, exist_ok=True)
-        for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in recorded)):
-            facts = recorded.get(name)
+        for name in (VIDEOS_FILE, CAPTIONS_FILE, *(name for name in MAPPED_FILES if name in tables)):
+            facts = tables.get(name)
             if is_same and (local / name).is_file() and facts in (None, file_entry(local / name)):
                 continue
             # The table has a staged name if the publication of the manifest was interrupted before its last step.
-            staged = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=mark).as_posix()
-            for key in (f"{MANIFEST_FOLDER}/{name}", staged):
+            staged_key = staged_path(Path(MANIFEST_FOLDER), name, fingerprint=fingerprint).as_posix()
+            for key in (f"{MANIFEST_FOLDER}/{name}", staged_key):
                 with suppress(FileNotFoundError):  # a missing table is reported when the copy is read
                     self.objects.fetch(key, local / name)
                     if facts in (None, file_entry(local / name)):
@@ -184,26 +184,27 @@ class RemoteFiles:
         return not _missing_parts(variant)
 
     def _copy_commits(self, folder: str, local: Path) -> None:
-        """Copy the changed commit records that the table of commits does not replace, and remove all other copies."""
-        listed = self._list_commits(folder, local)
-        in_table = self._records_of_table(folder, local, listed)
+        """Update the copies of commit records that the table of commits does not replace; remove all other copies."""
+        listed_records = self._list_commits(folder, local)
+        table_records = self._records_of_table(folder, local, listed_records)
         # The table replaces the records of a folder if it contains all of them, unchanged.
-        replaced_folders = {"", *map(_folder, in_table)} if in_table else set()
+        replaced_folders = {"", *map(_folder, table_records)} if table_records else set()
         if self.objects.is_writable:
-            replaced_folders -= set(map(_folder, listed.keys() ^ in_table.keys()))
-        records = {name: info for name, info in listed.items() if _folder(name) not in replaced_folders}
+            replaced_folders -= set(map(_folder, listed_records.keys() ^ table_records.keys()))
+        records = {name: info for name, info in listed_records.items() if _folder(name) not in replaced_folders}
         try:
             old_etags = dict(json.loads((local / _ETAGS_FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
             old_etags = {}
         root = local / COMMITS_FOLDER
-        changed = {name for name, info in records.items() if not info.etag or old_etags.get(name) != info.etag}
-        changed |= {name for name in records if not (root / name).is_file()}
-        for name in in_table.keys() & changed:
+        outdated = {name for name, info in records.items() if not info.etag or old_etags.get(name) != info.etag}
+        outdated |= {name for name in records if not (root / name).is_file()}
+        for name in table_records.keys() & outdated:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(commit_bytes(in_table[name]))  # not synced: without an ETag, it is written again
-        missing = [name for name in changed if name not in in_table]
-        _copy_in_parallel(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), missing)
+            # Do not sync the file: until its ETag has been stored, the record is written again.
+            (root / name).write_bytes(commit_bytes(table_records[name]))
+        names = [name for name in outdated if name not in table_records]
+        _copy_in_parallel(lambda name: self._copy_if_present(f"{folder}/{COMMITS_FOLDER}/{name}", root / name), names)
         for name in replaced_folders:
             (root / name).mkdir(parents=True, exist_ok=True)
         for path in root.rglob("*.json"):
@@ -284,7 +285,7 @@ class RemoteFiles:
 
 
 def is_local(error: OSError) -> bool:
-    """Return True if a local copy could not be written. Errors of object storage are other exceptions."""
+    """Return True if a local copy could not be written. Errors from object storage have other types or codes."""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
@@ -292,14 +293,14 @@ def is_local(error: OSError) -> bool:
 def cache_error(folder: Path, address: str, error: OSError) -> UserError:
     """Return the error for a cache folder in which a copy of `address` cannot be stored."""
     hint = "free disk space, or choose a different folder with --cache DIR"
-    return UserError(f"{folder} cannot take a copy of {address}: {error.strerror}", hint=hint)
+    return UserError(f"{folder} cannot store a copy of {address}: {error.strerror}", hint=hint)
 
 
 def _launch() -> str | None:
     """Return an ID that all processes of a launch on this machine share; None without a launcher.
 
-    torchrun and srun are the parent of all their processes on a machine. The ID also contains the number of restarts by
-    torchrun.
+    On each machine, torchrun or srun is the parent of all processes of the launch. The ID also contains torchrun's
+    restart count.
     """
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) < 2:
         return None
@@ -318,14 +319,14 @@ def _is_complete(path: Path, *, sha256: str | None, size_bytes: int | None) -> b
 
 
 def _folder(name: str) -> str:
-    """Return the folder of a commit record; empty for records directly in `commits/`."""
+    """Return the folder of a commit record; '' for records directly in `commits/`."""
     return name.rpartition("/")[0]
 
 
 def _is_record(info: ObjectInfo, commit: Commit) -> bool:
-    """Return True if the ETag of an object, which in S3 is often an MD5 digest, shows that it is a commit's record.
+    """Return True if an object's ETag, often an MD5 digest in S3, shows that the object is the record of `commit`.
 
-    The modification time is not sufficient: if a data folder was uploaded, records may be newer than the table.
+    The modification time is not sufficient: after the upload of a data folder, records may be newer than the table.
     """
     content = commit_bytes(commit)
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -351,7 +352,7 @@ def _publish(path: Path, content: bytes) -> None:
         publish_bytes(path, content)
 
 
-_BLOCK_BYTES = 1 << 24  # size of the requests with which a tar is downloaded
+_BLOCK_BYTES = 1 << 24  # number of bytes per request when a tar is downloaded
 _caches: dict[tuple[Path, int | None], ObjectCache] = {}
 _caches_lock = threading.Lock()
 
@@ -372,7 +373,7 @@ def cache_folder(requested: Path | None) -> Path:
 
 
 def open_cache(requested: Path | None, *, size: str | None = None) -> ObjectCache:
-    """Return the cache of complete tars in a folder, which all threads of a process share.
+    """Return the cache of complete tars in a folder. All threads of a process share this object.
 
     Args:
         requested: See `cache_folder`.
@@ -407,7 +408,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """Return the copy of a remote file, which is not evicted while it is held; raise errors as `local_copy` does."""
+    """Return a copy of a remote file that is not evicted while it is held; raise errors as `local_copy` does."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -417,14 +418,14 @@ def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
             raise
         raise cache_error(cache.folder, address, error) from error
     assert copy is not None  # `get` waits by default
-    for older in cache.names(f"{_digest(address)}-"):
-        if older != name:
-            cache.drop(older)
+    for cached_name in cache.names(f"{_digest(address)}-"):
+        if cached_name != name:
+            cache.drop(cached_name)
     return copy
 
 
 def copy_name(address: str) -> tuple[str, int]:
-    """Return the name in the cache for the current version of a remote file, and the size of the file in bytes.
+    """Return the cache name of the current version of a remote file, and the size of the file in bytes.
 
     Raises:
         OSError: The storage does not respond.
@@ -480,7 +481,7 @@ class RemoteTars:
         return self.read_ranges(path, [(offset, size)])[0]
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read ranges with requests at the same time; see `clipmill.shards.tars.TarBytes`."""
+        """Read ranges with concurrent requests; see `clipmill.shards.tars.TarBytes`."""
         try:
             with self._distinguish_refusals():
                 return self.objects.read_ranges(self.key(path), ranges)
@@ -493,10 +494,10 @@ class RemoteTars:
 
     @contextmanager
     def _distinguish_refusals(self) -> Iterator[None]:
-        """Distinguish denied access to an object from rejected credentials, in a context around reads.
+        """Context around reads that distinguishes denied access to an object from rejected credentials.
 
-        An object to which access is denied is unreadable, but rejected credentials end the run. dataset.json could be
-        read when the folder was opened; if access to dataset.json is denied now, the credentials have been rejected.
+        Denied access makes only one object unreadable, but rejected credentials end the run. dataset.json could be read
+        when the folder was opened; if access to dataset.json is denied now, the credentials have been rejected.
         """
         try:
             yield
@@ -541,7 +542,7 @@ class RemoteTars:
         return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
-        """Return the name of a shard's tar in the cache, which is the same for equal tars of all data folders."""
+        """Return the name of a shard's tar in the cache. Identical tars of all data folders have the same name."""
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 

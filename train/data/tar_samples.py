@@ -8,9 +8,9 @@ caption becomes a clip, which shows the part of the caption's span that lies in 
 access the next chunk. In samples from video2dataset, the complete video is one clip. Its caption is the txt member, or
 `caption` in the json.
 
-A sample without a video or a caption, or that cannot be read, becomes a failed sample with its key. If a tar ends
-early, or contains bytes that are not a member, a failed sample follows the readable samples. A sample is omitted and
-counted if its json reports that video2dataset could not download its video.
+A sample that has no video or no caption, or that cannot be read, becomes a failed sample with the same key. If a tar
+ends early, or contains bytes that are not a member, a failed sample follows the readable samples. A sample is omitted
+and counted if its json reports that video2dataset could not download the video.
 """
 
 import json
@@ -49,7 +49,7 @@ _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_su
 
 @dataclass(frozen=True)
 class UnreadableItem:
-    """Placeholder for a sample that cannot be read, or for the rest of a tar.
+    """Placeholder for a sample that cannot be read, or for the unreadable rest of a tar.
 
     Attributes:
         key: Key of the sample, or the tar.
@@ -62,7 +62,7 @@ class UnreadableItem:
 
 @dataclass(frozen=True)
 class MissingVideo:
-    """Placeholder for a sample whose video video2dataset could not download. The tar is intact."""
+    """Placeholder for a sample whose video could not be downloaded by video2dataset. The tar is intact."""
 
     key: str
 
@@ -108,7 +108,7 @@ class StreamedClip:
 
 
 def samples_of(tar: str, path: Path, *, limits: Mapping[str, int] = _LIMITS) -> Iterator[TarSample | UnreadableItem]:
-    """Yield the samples of the tar at `path` in order, and a placeholder for each unreadable sample or rest of the tar.
+    """Yield the samples of the tar at `path` in order, with placeholders for unreadable samples and an unreadable rest.
 
     Args:
         tar: Name of the tar for messages.
@@ -209,7 +209,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | MissingVideo]:
             raise ValueError(f"its json does not have prep's format: {type(error).__name__}: {error}") from error
     text = caption_of(sample)
     if text is None:
-        raise ValueError("it has no caption, neither in a txt member nor in its json")
+        raise ValueError("it has no caption in a txt member or in its json")
     return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
 
 
@@ -256,14 +256,14 @@ def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk
     )
 
 
-MAX_TARS = 1_000_000  # maximum number of tars of a pattern
+MAX_TARS = 1_000_000  # maximum number of tars that a pattern may name
 PATTERN_HINT = "use a pattern such as DIR/{000000..000099}.tar, with as many digits as the file names have"
 
 Item = StreamedClip | MissingVideo | UnreadableItem
 
 _FETCH_TIMEOUT_S = 3600.0
 _WINDOW = 256  # number of items in the shuffle window
-_WINDOW_BYTES = 1 << 30  # maximum size of the shuffle window, which takes effect if videos are long
+_WINDOW_BYTES = 1 << 30  # maximum size of the shuffle window; this limit takes effect if videos are long
 _MAX_DEPTH = 10  # maximum nesting depth of braces
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
@@ -275,34 +275,34 @@ def expand(pattern: str) -> list[str]:
     """Expand a pattern such as `DIR/{000000..000099}.tar` to paths or URLs of tars. `::` joins several patterns.
 
     Raises:
-        UserError: The pattern is invalid or has too many tars, or a local tar or the first remote tar is missing.
+        UserError: The pattern is invalid or names too many tars, or a local tar or the first remote tar is missing.
     """
     if "pipe:" in pattern:
         raise UserError(f"{pattern} is a command, and commands are not run", hint=PATTERN_HINT)
     tars = _expand_names(pattern)
-    missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
-    if missing:
+    missing_tars = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
+    if missing_tars:
         raise UserError(
-            f"{len(missing):,} of {count_noun(len(tars), 'tar')} cannot be found; the first: {missing[0]}",
+            f"{len(missing_tars):,} of {count_noun(len(tars), 'tar')} cannot be found; the first: {missing_tars[0]}",
             hint=PATTERN_HINT,
         )
-    first = next((tar for tar in tars if is_remote(tar)), None)
-    if first is not None:
+    first_remote = next((tar for tar in tars if is_remote(tar)), None)
+    if first_remote is not None:
         # The other remote tars are checked when they are needed, because a request for each would delay the run.
-        folder, _, key = first.rpartition("/")
+        folder, _, key = first_remote.rpartition("/")
         try:
             open_objects(folder).info(key)
         except FileNotFoundError as error:
-            raise UserError(f"{first} does not exist", hint=PATTERN_HINT) from error
+            raise UserError(f"{first_remote} does not exist", hint=PATTERN_HINT) from error
         except UserError:
             raise
         except OSError as error:
-            raise UserError(f"{first} cannot be read: {error}", hint="check the URL") from error
+            raise UserError(f"{first_remote} cannot be read: {error}", hint="check the URL") from error
     return tars
 
 
 def _expand_names(pattern: str) -> list[str]:
-    """Return the names to which a pattern expands. The names are counted before they are generated."""
+    """Expand a pattern to names. The names are counted before they are generated."""
     from webdataset.shardlists import envsubst, expand_urls
 
     try:
@@ -321,7 +321,7 @@ def _expand_names(pattern: str) -> list[str]:
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
-    """Count the names to which a pattern in braceexpand's grammar expands. A range of letters counts as 52 names."""
+    """Count the names that a pattern in braceexpand's grammar expands to. A range of letters counts as 52 names."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"its braces are nested more than {_MAX_DEPTH} deep")
     num = 1
@@ -375,7 +375,7 @@ def _shorten(pattern: str) -> str:
 
 
 def items_in(tars: Iterable[str], *, cache: Path | None, cache_size: str | None = None) -> Iterator[Item]:
-    """Yield the clips and unreadable items in tars, in order. Remote tars are downloaded ahead.
+    """Yield the clips and unreadable items in tars, in order. Remote tars are downloaded in advance.
 
     Raises:
         UserError: The cache cannot be written, or is too small for the tars that are used at the same time.

@@ -188,7 +188,7 @@ def test_segments_of_latents_have_no_second_of_another_split(data_of_splits: Pat
     line = open_latent_segments(
         segments(data_of_splits, split="test", segment="1s", captions="none", batch=1)
     ).describe()
-    assert "16 segments (16.0 s of 3 chunks) left out, with seconds of other splits" in line
+    assert "16 segments (16.0 s of 3 chunks) left out, because they overlap other splits" in line
 
 
 def test_look_alikes_are_of_the_split_of_their_middle_frame(data_of_splits: Path) -> None:

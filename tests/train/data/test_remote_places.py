@@ -126,7 +126,7 @@ def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped
 
 def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, bucket: str) -> None:
     open_objects(bucket).write("0.tar", bytes(1 << 20))
-    with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/0.tar: No space left") as caught:
+    with pytest.raises(UserError, match=r"cannot store a copy of s3://.*/0.tar: No space left") as caught:
         local_copy(f"{bucket}/0.tar", cache=tiny_disk, size="100MB")
     assert caught.value.hint and "--cache" in caught.value.hint
     assert not list(tiny_disk.rglob("*.tar"))

@@ -93,7 +93,7 @@ def test_opening_many_shards_takes_few_requests(many: Path, remote: Objects, fau
 def test_a_disk_that_fills_after_opening_is_named_and_no_sample_is_blamed(remote: Objects, tiny_disk: Path) -> None:
     samples = open_set(remote.url, tiny_disk)
     fill(tiny_disk)
-    with pytest.raises(UserError, match=r"cannot take a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
+    with pytest.raises(UserError, match=r"cannot store a copy of s3://.*/000007-\w+\.index\.arrow: No space left"):
         samples.reader.load([SampleRequest(7, 7, None)])
 
 

@@ -60,7 +60,7 @@ def test_an_index_of_another_tar_never_leads_beyond_the_end(data_copy: Written) 
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
     write_commit(data_copy.latents_dir, replace(other.commit, files=files))
-    with pytest.raises(UserError, match="its position of the array of"):
+    with pytest.raises(UserError, match="it states an impossible position for the array of"):
         open_segments(data_copy.data_dir, captions="none")
 
 

@@ -178,7 +178,7 @@ def test_a_disk_that_fills_up_is_noted_and_the_rest_is_read_by_range(
     fill(tiny_disk)
     assert content(first_batches(samples)) == content(first_batches(loader(DataFolder(written_data.data_dir))))
     stderr = capsys.readouterr().err
-    assert "note: the cache takes no more tars, so the remaining tars are read by range: [Errno 28]" in stderr
+    assert "note: the cache cannot store more tars, so the remaining tars are read by range: [Errno 28]" in stderr
     assert not copies_of(written_data, tiny_disk)
 
 
@@ -217,7 +217,7 @@ def test_wrong_bytes_of_an_object_are_reported_under_its_address(
 
 
 def test_text_that_does_not_fit_is_the_users_mistake(written_data: Written, remote: Objects, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the text column has to be completely in the cache") as caught:
+    with pytest.raises(UserError, match="the complete text column has to be in the cache") as caught:
         loader(open_folder(remote.url, tmp_path, size="1kB"))
     assert caught.value.hint and "--cache-size" in caught.value.hint
 

@@ -48,7 +48,8 @@ class SegmentRequests:
     """Requests for segments. Each array has one entry per request.
 
     Attributes:
-        columns: Entries of batches other than latents and stored texts. They may also contain rows of other requests.
+        columns: Entries of batches other than latents and stored texts. The columns may also contain rows of other
+            requests.
         rows: Rows of these requests in `columns`, ascending.
         chunk: Row of the chunk in the records.
         frame: First frame of the segment in the chunk.
@@ -65,7 +66,7 @@ class SegmentRequests:
     text_place: NDArray[np.int64] | None
 
     def column(self, name: str, *, default: int) -> NDArray[np.int64]:
-        """Return a column for these requests; if it is missing, an array filled with `default`."""
+        """Return a column for these requests, or an array filled with `default` if the column is missing."""
         column = self.columns.get(name)
         return np.full(len(self.rows), default) if column is None else column[np.asarray(self.rows)]
 
@@ -83,7 +84,7 @@ class SegmentReader:
         """Return the samples or failures for these requests, in order.
 
         Args:
-            loading: Settings of the threads that load members which have not been verified or mapped yet.
+            loading: Settings of the threads, which load members that have not been verified or mapped yet.
 
         Raises:
             UserError: A tar can no longer be mapped.
@@ -91,12 +92,12 @@ class SegmentReader:
         frame_bytes = self._records.shape.frame_bytes
         latents = self._records.array_place[requests.chunk] + requests.frame * frame_bytes
         # Find the requests that have to load a member. All other requests use verified members.
-        are_parts = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
+        are_mapped = not self._records.shape.is_compressed and self._tars.are_mapped(latents)
         must_load = self._latents.first_unverified(requests.chunk)
         if self._text is not None and self._segments.text is not None and requests.text_place is not None:
-            are_parts = are_parts and self._tars.are_mapped(requests.text_place)
+            are_mapped = are_mapped and self._tars.are_mapped(requests.text_place)
             must_load |= self._text.first_unverified(self._segments.text.member_at(requests.text_place))
-        if not are_parts:
+        if not are_mapped:
             must_load[:] = True
         if must_load.any():
             return self._read_ahead(requests, must_load, loading)
@@ -110,7 +111,7 @@ class SegmentReader:
     def _read_ahead(
         self, requests: SegmentRequests, must_load: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """Return samples or failures. Threads load members ahead, each chunk once for a run of consecutive requests.
+        """Return samples or failures. Threads load members ahead, once per run of consecutive requests for a chunk.
 
         Args:
             must_load: Mask of the requests that have to load a member.
@@ -122,14 +123,14 @@ class SegmentReader:
             text = zip(self._segments.text.member_at(place).tolist(), place.tolist(), num_tokens.tolist(), strict=True)
         segments = [*zip(requests.frame.tolist(), requests.num_frames.tolist(), text, strict=True)]
         runs = [*pairwise([0, *(np.flatnonzero(np.diff(requests.chunk)) + 1).tolist(), len(chunk)])]
-        waits = np.logical_or.reduceat(must_load, [begin for begin, _ in runs]).tolist()
+        must_wait = np.logical_or.reduceat(must_load, [begin for begin, _ in runs]).tolist()
 
         def load(run: tuple[int, int]) -> list[_Loaded]:
             return self._load(chunk[run[0]], segments[slice(*run)])
 
         outcomes = map_in_order(
             load,
-            [run for run, has_to_wait in zip(runs, waits, strict=True) if has_to_wait],
+            [run for run, has_to_wait in zip(runs, must_wait, strict=True) if has_to_wait],
             num_threads=max(self._tars.num_readers, loading.num_threads),
             num_ahead=loading.num_ahead,
             stuck_after_s=loading.stuck_after_s,
@@ -137,13 +138,13 @@ class SegmentReader:
             max_bytes=_AHEAD_BYTES,
         )
         with closing(outcomes):
-            for run, has_to_wait in zip(runs, waits, strict=True):
+            for run, has_to_wait in zip(runs, must_wait, strict=True):
                 run_chunk, rows = chunk[run[0]], requests.rows[slice(*run)]
-                loaded = next(outcomes)[1] if has_to_wait else load(run)
+                outcome = next(outcomes)[1] if has_to_wait else load(run)
                 parts = (
-                    [self._latents.give_up(run_chunk, loaded)] * len(rows)
-                    if isinstance(loaded, StuckResult)
-                    else loaded
+                    [self._latents.give_up(run_chunk, outcome)] * len(rows)
+                    if isinstance(outcome, StuckResult)
+                    else outcome
                 )
                 for row, part in zip(rows, parts, strict=True):
                     if isinstance(part, Problem):
@@ -154,36 +155,36 @@ class SegmentReader:
 
     def _load(self, chunk: int, segments: Iterable[_Segment]) -> list[_Loaded]:
         """Load a chunk, and return its parts for these segments, each with its stored text."""
-        content, shape, loaded = self._latents.load(chunk), self._records.shape, list[_Loaded]()
-        first = int(self._records.header_bytes[chunk])
+        content, shape, results = self._latents.load(chunk), self._records.shape, list[_Loaded]()
+        array_begin = int(self._records.header_bytes[chunk])
         if shape.is_compressed and not isinstance(content, Problem):
-            first = BLOCK_BYTES
-            size_bytes = first + int(self._records.num_frames[chunk]) * shape.frame_bytes
+            array_begin = BLOCK_BYTES
+            size_bytes = array_begin + int(self._records.num_frames[chunk]) * shape.frame_bytes
             content = memoryview(decompress_frame(content, size_bytes=size_bytes))
         for frame, num_frames, text in segments:
             embedding: Part | Problem | None = None
             if text is not None and self._text is not None and self._segments.text is not None:
                 member, place, num_tokens = text
-                stored = self._text.load(member)
-                if isinstance(stored, Problem):
-                    embedding = stored
+                text_bytes = self._text.load(member)
+                if isinstance(text_bytes, Problem):
+                    embedding = text_bytes
                 else:
-                    embedding = self._segments.text.row_of(stored, member, place, num_tokens=num_tokens)
+                    embedding = self._segments.text.row_of(text_bytes, member, place, num_tokens=num_tokens)
             if isinstance(content, Problem):
-                loaded.append(content)
+                results.append(content)
             elif isinstance(embedding, Problem):
-                loaded.append(embedding)
+                results.append(embedding)
             else:
-                begin = first + frame * shape.frame_bytes
-                loaded.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
-        return loaded
+                begin = array_begin + frame * shape.frame_bytes
+                results.append(((content, begin, begin + num_frames * shape.frame_bytes), embedding))
+        return results
 
 
 class LatentRing:
     """Collator for samples of equal shape, and the memory of their batches.
 
-    Each row is copied by a single assignment to a slice of a `memoryview`, which holds the interpreter lock. If the
-    lock were released for each row, the loader would have to wait for it once per row while another thread is busy. The
+    Each row is copied by a single assignment to a slice of a `memoryview`, which keeps the interpreter lock. If each
+    copy released the lock, the loader would have to wait for the lock once per row while another thread is busy. The
     copy is as fast as the C library's `memcpy`, and does not use torch's threads, which are slow if they share a core.
 
     Args:
@@ -248,7 +249,7 @@ class LatentRing:
 
 
 class _Rows(BatchMemory):
-    """Memory of batches, with rows into which bytes are copied."""
+    """Memory of batches, into whose rows bytes are copied."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
@@ -264,7 +265,7 @@ class _Rows(BatchMemory):
 
 
 class Keys(Sequence[str]):
-    """Keys of the chunks of clips, which are made on access, because training steps do not need them.
+    """Keys of the chunks of clips. The keys are made on access, because training steps do not need them.
 
     The sequence compares equal to a list with the same keys.
     """
@@ -298,7 +299,7 @@ class LatentReader:
     """Reader of the segments in a table (clipmill.train.data.samples.RowReader). Sample i shows row i.
 
     Args:
-        segments: Data from which segments are read. The parts in the table are rows of its records.
+        segments: Data that contain the segments. The parts in the table are rows of `segments.records`.
         table: Table of segments.
         captions: Captions of the rows; None without captions.
     """
@@ -338,7 +339,7 @@ class LatentReader:
         return SegmentReader(self.segments)
 
     def requests(self, block: Block) -> SegmentRequests:
-        """Return the requests of a block. Captions are drawn or, in an evaluation, the first caption is used."""
+        """Return the requests of a block. Captions are drawn at random; an evaluation uses the first caption."""
         rows, chunk, frame = block.samples, self._chunk[block.samples], self._frame[block.samples].astype(np.int64)
         num_frames = np.minimum(self.segments.records.num_frames[chunk] - frame, self.num_frames)
         columns: Columns = {"position": block.positions, "clip_id": rows.astype(np.int64)}
@@ -379,7 +380,7 @@ class LatentReader:
         return self.segments.key(int(self._chunk[sample]))
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of the video that contains each segment."""
+        """Return the index of the video that contains each segment."""
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -388,7 +389,7 @@ class LatentReader:
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end, in the video, of the middle frames that an evaluation shows, seconds."""
+        """Return the start and end of the `num_frames` frames in the middle of the segment, seconds in the video."""
         begin_us, _ = self.span_us(np.array([sample]))
         fps = self.segments.records.shape.fps
         begin_s = float(begin_us[0]) / 1e6 + float((self.num_frames - num_frames) // 2 / fps)
@@ -399,11 +400,11 @@ class LatentReader:
 
         The list is empty if the latents cannot be read or do not match their checksum.
         """
-        number, shape = np.array([sample]), self.segments.records.shape
-        [loaded] = self.read(Block(number, number, None), LoaderSettings())
-        if isinstance(loaded, FailedSample):
+        index, shape = np.array([sample]), self.segments.records.shape
+        [outcome] = self.read(Block(index, index, None), LoaderSettings())
+        if isinstance(outcome, FailedSample):
             return []
-        content, begin, end = loaded[2]
+        content, begin, end = outcome[2]
         bits = np.frombuffer(content[begin:end], np.uint16)
         if shape.segment_frames:
             bits = bits.reshape(shape.channels, -1, shape.height, shape.width).swapaxes(0, 1)
@@ -418,7 +419,7 @@ class LatentReader:
         return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     def deviations(self) -> list[str]:
-        """Return remarks on latents that were made from chunks that are not current, and on the tars in the cache."""
+        """Return remarks on latents that were made from outdated chunks, and on the tars in the cache."""
         return [self.segments.source_remark, self.segments.maps.describe()]
 
 
@@ -473,14 +474,14 @@ class MixedLatentReader:
         for folder, indices, rows in self._numbering.divide(block.samples):
             reader = self._readers[folder]
             requests = reader.requests(Block(rows, block.positions[indices], block.seed))
-            first = {
+            offsets = {
                 "clip_id": self._numbering.first_clip[folder],
                 "caption_id": self._numbering.first_caption[folder],
                 "text_row": self._first_text[folder],
             }
             for name, column in requests.columns.items():
                 array = columns.setdefault(name, np.empty((len(block.samples), *column.shape[1:]), column.dtype))
-                array[indices] = column + first.get(name, 0)
+                array[indices] = column + offsets.get(name, 0)
             requests = replace(requests, columns=columns, rows=indices.tolist())
             parts[folder] = reader.segment_reader.read(requests, loading)
         for folder in folder_of.tolist():

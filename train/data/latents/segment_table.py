@@ -1,4 +1,4 @@
-"""Table of the segments of latents: the chunks with latents, and their segments with captions or labels."""
+"""Tables of latent segments: the chunks that have latents, and the captions or labels of their segments."""
 
 import hashlib
 import shlex
@@ -118,22 +118,24 @@ def make_segment_table(
     segments = divide(records, num_frames=num_frames, tails=query.tails)
     num_left_out, split_remark = 0, None
 
-    def keep(shown: NDArray[np.int64]) -> NDArray[np.int64]:
+    def keep(candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         nonlocal num_left_out, split_remark
         if stored.divided is not None:
-            shown, split_remark = _remove_other_splits(shown, records, segments, stored.divided, split=query.split)
+            candidates, split_remark = _remove_other_splits(
+                candidates, records, segments, stored.divided, split=query.split
+            )
         if query.max_segments is None:
-            return shown
-        videos = records.video_row[segments.chunk_of(shown)].astype(np.int64)
-        kept = shown[_spread_over_videos(videos, max_per_video=query.max_segments)]
-        num_left_out = len(shown) - len(kept)
-        return kept
+            return candidates
+        videos = records.video_row[segments.chunk_of(candidates)].astype(np.int64)
+        segment = candidates[_spread_over_videos(videos, max_per_video=query.max_segments)]
+        num_left_out = len(candidates) - len(segment)
+        return segment
 
     captions: RowCaptions | None = None
     label: NDArray[np.int64] | None = None
     remarks: list[str] = []
     if stored_captions is not None:
-        selected = selection.select_captions()
+        is_selected = selection.select_captions()
         require_same_manifest(query.data_dir, manifest)  # all rows must refer to the same manifest
         segment, captions, remarks = pair_captions(
             query,
@@ -142,11 +144,11 @@ def make_segment_table(
             segments=segments,
             text=text,
             video_ids=stored.video_ids,
-            selected=selected,
+            is_selected=is_selected,
             keep=keep,
         )
     elif query.classes:
-        shown, label_NL, remarks = label_segments(
+        labelled_segment, label_NL, remarks = label_segments(
             query.data_dir,
             records=records,
             segments=segments,
@@ -155,13 +157,13 @@ def make_segment_table(
             classes=query.classes,
             selection=selection,
         )
-        segment = keep(shown)
-        label = label_NL[np.searchsorted(shown, segment)]
+        segment = keep(labelled_segment)
+        label = label_NL[np.searchsorted(labelled_segment, segment)]
     else:
         segment = keep(np.arange(len(segments)))
     require_same_manifest(query.data_dir, manifest)
     chunk = segments.chunk_of(segment)
-    frame = ((segment - segments.first[chunk]) * num_frames).astype(np.int32)
+    frame = ((segment - segments.first_segment[chunk]) * num_frames).astype(np.int32)
     remarks_on_segments = [
         f"{count_noun(len(segment), 'segment')} of {count_noun(num_frames, 'frame')} ({records.shape}) "
         f"in {count_noun(len(records), 'chunk')} of split {query.split!r}"
@@ -190,37 +192,37 @@ def _spread_over_videos(videos: NDArray[np.int64], *, max_per_video: int) -> NDA
     """Return the rows of up to `max_per_video` evenly spaced samples of each video.
 
     Args:
-        videos: Number of the video of each sample, ascending.
+        videos: Index of each sample's video, ascending.
     """
     _, first, count = np.unique(videos, return_index=True, return_counts=True)
-    count, number = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
+    count, index = np.repeat(count, count), np.arange(len(videos)) - np.repeat(first, count)
     num_taken = np.minimum(count, max_per_video)
-    return np.flatnonzero((number + 1) * num_taken // count > number * num_taken // count)
+    return np.flatnonzero((index + 1) * num_taken // count > index * num_taken // count)
 
 
 def _remove_other_splits(
-    shown: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
+    segment: NDArray[np.int64], records: LatentRecords, segments: Segments, divided: DividedVideos, *, split: str
 ) -> tuple[NDArray[np.int64], str | None]:
     """Return the segments that do not overlap other splits, and a remark on the omitted segments or None."""
-    chunk = segments.chunk_of(shown)
-    begin_us, end_us = times_us(records, segments, shown)
+    chunk = segments.chunk_of(segment)
+    begin_us, end_us = times_us(records, segments, segment)
     is_kept = divided.is_entirely_in(split, video=records.video_row[chunk], begin_us=begin_us, end_us=end_us)
     if is_kept.all():
-        return shown, None
+        return segment, None
     num_lost, num_chunks = int((~is_kept).sum()), len(np.unique(chunk[~is_kept]))
     seconds = float((end_us - begin_us)[~is_kept].sum()) / US_PER_S
     omitted = f"{count_noun(num_lost, 'segment')} ({seconds:,.1f} s of {count_noun(num_chunks, 'chunk')})"
-    return shown[is_kept], f"{omitted} left out, with seconds of other splits"
+    return segment[is_kept], f"{omitted} left out, because they overlap other splits"
 
 
 def _missing_data_error(variant: Variant, data_dir: Path, video_ids: pa.Array, *, split: str) -> UserError:
     shards = variant.shards()
     videos = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
     column = variant.directory.parent.name
+    content = f"contains {', '.join(map(repr, videos))}" if videos else "is empty"
     return UserError(
-        f"{variant.directory} has no {column} of any video of split {split!r}: "
-        f"the manifest names {', '.join(map(repr, video_ids[:3].to_pylist()))}, "
-        f"the column {', '.join(map(repr, videos)) or 'nothing'}",
+        f"{variant.directory} has no {column} for any video of split {split!r}: the manifest lists "
+        f"{', '.join(map(repr, video_ids[:3].to_pylist()))}, but the column {content}",
         hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column belongs to another dataset",
     )
 
@@ -234,8 +236,8 @@ def require_uniform_crops(latents: Variant, shape: FrameShape, *, segment: str |
     crop_frames = Fraction(crop_segment[:-1]) if crop_segment.endswith("f") else seconds_of(crop_segment) * shape.fps
     if (crop_frames / num_frames).denominator != 1:
         raise UserError(
-            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: {latents.directory} has a new crop every"
-            f" {crop_segment}",
+            f"segments of {segment or DEFAULT_SEGMENT} would show two crops: in {latents.directory}, the crop changes "
+            f"every {crop_segment}",
             hint=f"use segment={crop_segment!r}, a length that divides it, or latents with --crop centre",
         )
 
@@ -251,20 +253,20 @@ def pair_captions(
     segments: Segments,
     text: TextRows | None,
     video_ids: pa.Array,
-    selected: NDArray[np.bool_] | None,
+    is_selected: NDArray[np.bool_] | None,
     keep: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], RowCaptions, list[str]]:
     """Find the segments that each caption of a split overlaps.
 
-    The captions of a segment are all captions of its video that overlap it. The result takes 4 bytes per pair of a
-    segment and a caption, up to 12 per caption, 8 per segment, and 12 per source of a segment whose captions come from
-    several sources.
+    The captions of a segment are all captions of its video that overlap the segment. The result takes 4 bytes per pair
+    of a segment and a caption, up to 12 per caption, and 8 per segment. If the captions of a segment come from several
+    sources, the result takes another 12 bytes per source.
 
     Args:
         stored: Captions of the manifest.
         text: Stored embeddings; captions without an embedding are omitted. None to use all captions.
         video_ids: IDs of the videos of the split.
-        selected: Mask of the selected captions; None for all.
+        is_selected: Mask of the selected captions; None for all.
         keep: Function that takes the segments with captions, ascending, and returns the segments to use.
 
     Returns:
@@ -280,7 +282,7 @@ def pair_captions(
     split_captions = captions_of_split(
         stored, query.data_dir, split=query.split, video_ids=video_ids, weights=query.sources
     )
-    span = SegmentSpans(records, segments)
+    segment_spans = SegmentSpans(records, segments)
     empty = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [
         dict.fromkeys(("id", "row", "place", "tokens", "rank", "first", "last"), empty)
@@ -288,7 +290,7 @@ def pair_captions(
     num_embedded = num_selected = 0
     for block in stored.blocks(split_captions.videos):
         video_row = block.video.astype(np.int64)
-        overlaps = span.overlaps(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
+        overlaps = segment_spans.overlaps(video_row=video_row, begin_s=block.begin_s, end_s=block.end_s)
         video_row, first, last = (np.repeat(array, block.counts) for array in (video_row, *overlaps))
         rank = split_captions.rank_of_code[block.source]
         place, tokens = np.empty(0, np.int64), np.empty(0, np.int32)
@@ -297,8 +299,8 @@ def pair_captions(
             row_of_text = text.find(block.caption_id, video_row=video_row, video_ids=video_ids)
             is_used &= row_of_text >= 0
         num_embedded += int(is_used.sum())
-        if selected is not None:
-            is_used &= selected[block.row]
+        if is_selected is not None:
+            is_used &= is_selected[block.row]
         num_selected += int(is_used.sum())
         is_used &= last > first
         if text is not None:
@@ -317,9 +319,9 @@ def pair_captions(
     order = np.lexsort((arrays["id"], arrays["rank"]))
     rank, text_row = arrays["rank"][order], arrays["row"][order].astype(np.int32)
     counts, pair_caption = _pairs(arrays["first"][order], arrays["last"][order], num_segments=len(segments))
-    shown = np.flatnonzero(counts)
-    segment = keep(shown)
-    if len(segment) < len(shown):
+    captioned_segment = np.flatnonzero(counts)
+    segment = keep(captioned_segment)
+    if len(segment) < len(captioned_segment):
         is_kept = np.zeros(len(segments), bool)
         is_kept[segment] = True
         pair_caption = pair_caption[np.repeat(is_kept, counts)]
@@ -341,8 +343,9 @@ def pair_captions(
         num_tokens=None if text is None or text.num_tokens is None else arrays["tokens"][order],
     )
     num_from_sources = split_captions.num_captions - split_captions.num_other_sources
+    num_without = len(segments) - len(captioned_segment)
     remarks = {
-        f"{count_noun(len(segments) - len(shown), 'segment')} without captions left out": len(segments) - len(shown),
+        f"{count_noun(num_without, 'segment')} without captions left out": num_without,
         split_captions.sources.describe_omitted(split_captions.num_other_sources): split_captions.num_other_sources,
         f"{count_noun(num_from_sources - num_embedded, 'caption')} without embedding": num_from_sources - num_embedded,
         f"{count_noun(num_embedded - num_selected, 'caption')} not selected": num_embedded - num_selected,
@@ -354,7 +357,7 @@ def pair_captions(
 def _texts_sha256(
     captions: CaptionSpans, rows: NDArray[np.int32], *, rank: NDArray[np.int16], split_captions: SplitCaptions
 ) -> str:
-    """Return the SHA-256 digest of the texts in these rows, which combines separate digests of each source."""
+    """Return a SHA-256 digest of the texts in these rows. It combines the digests of the texts of each source."""
     digests = []
     for code, source_rank in enumerate(split_captions.rank_of_code.tolist()):
         if source_rank >= 0:
@@ -372,11 +375,11 @@ class SegmentSpans:
     """
 
     def __init__(self, records: LatentRecords, segments: Segments) -> None:
-        numbers = np.arange(len(segments))
-        self._begins, self._ends = times_us(records, segments, numbers)
+        indices = np.arange(len(segments))
+        self._begins, self._ends = times_us(records, segments, indices)
         self.lengths_us: NDArray[np.int64] = self._ends - self._begins
         self._step = int(self._ends.max(initial=0)) + 2  # larger than any time in a video
-        offset = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
+        offset = records.video_row[segments.chunk_of(indices)] * np.int64(self._step)
         self._begins += offset
         self._ends += offset
 
@@ -403,7 +406,7 @@ class SegmentSpans:
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last assignment to a segment wins, so sort the longest overlap last, and the first of equal overlaps.
+        # The last assignment to a segment wins, so sort the longest overlap last; of equal overlaps, the first span.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -424,7 +427,7 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the number of captions of each segment, and all captions, grouped by segment and ascending in a group.
+    """Return the number of captions of each segment, and all captions, grouped by segment and ascending in each group.
 
     Args:
         first, last: Segments that each caption overlaps, as half-open ranges.
@@ -448,7 +451,7 @@ def _pairs(
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield captions in order, in blocks that have a limited number of pairs."""
+    """Yield captions in order, in blocks with a limited number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):
@@ -470,9 +473,8 @@ def label_segments(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
     """Find the segments that are overlapped by labelled captions of a split.
 
-    A segment gets the label of the labelled caption that overlaps it longest; if overlaps are equally long, the lowest
-    caption ID wins. Captions without the label are ignored. Segments without any overlapping labelled caption are
-    omitted.
+    A segment gets the label of the labelled caption with the longest overlap; if overlaps are equally long, the lowest
+    caption ID wins. Captions without the label are ignored. Segments that no labelled caption overlaps are omitted.
 
     Returns:
         segments: Segments with at least one of the labels, ascending.
@@ -487,18 +489,19 @@ def label_segments(
     video_row = rows_of(table["video_id"], video_ids)
     is_of_split = is_in_splits(table, read_videos(data_dir), [split])
     labelled = labelled_rows(table, is_of_split=is_of_split, classes=classes)
-    selected = selection.select_captions(table)
+    is_selected = selection.select_captions(table)
     begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)
     covered_NL = np.zeros((len(segments), len(classes)))  # fraction of a segment that its caption overlaps
     for column, label_C in enumerate(labelled.label.T):
-        has_label = np.flatnonzero(label_C >= 0 if selected is None else (label_C >= 0) & selected[labelled.row])
+        is_used_C = label_C >= 0 if is_selected is None else (label_C >= 0) & is_selected[labelled.row]
+        rows = np.flatnonzero(is_used_C)
         caption_N, shared_us_N = spans.longest_spans(
-            video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
+            video_row=video_row[labelled.row[rows]], begin_s=begin_s[rows], end_s=end_s[rows]
         )
         has_caption = caption_N >= 0
-        label_NL[has_caption, column] = label_C[has_label[caption_N[has_caption]]]
+        label_NL[has_caption, column] = label_C[rows[caption_N[has_caption]]]
         covered_NL[has_caption, column] = shared_us_N[has_caption] / spans.lengths_us[has_caption]
     is_labelled = (label_NL >= 0).any(axis=1)
     segment = np.flatnonzero(is_labelled)

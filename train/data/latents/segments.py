@@ -1,4 +1,4 @@
-"""Locations of the latents of all chunks, as arrays with 40 bytes per chunk, and the segments of chunks.
+"""Locations of the latents of all chunks, as arrays that take 40 bytes per chunk, and the segments of chunks.
 
 A segment consists of `num_frames` frames of a chunk; segment i of a chunk begins at frame i * num_frames. The rest of a
 chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE keep the segments
@@ -151,9 +151,9 @@ def read_records(
     table, member = rows.table.drop_columns("video_id"), rows.member
     num_unknown = int((index_in(entries, known_ids) < 0)[codes].sum())
     video_row = index_in(entries, video_ids).astype(np.int32)[codes]
-    with_video, order = rows_with_video(video_row, table["start_ms"].to_numpy())
-    if with_video is not None:
-        table, video_row = table.take(pa.array(with_video)), video_row[with_video]
+    kept_rows, order = rows_with_video(video_row, table["start_ms"].to_numpy())
+    if kept_rows is not None:
+        table, video_row = table.take(pa.array(kept_rows)), video_row[kept_rows]
     if not len(table):
         return None
     shard_of = np.searchsorted(variant.tar_files.shard_ids, table["shard"].to_numpy())
@@ -187,8 +187,8 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
         fps = Fraction(row.pop("fps_num"), row.pop("fps_den"))
         shape = FrameShape(fps=fps, is_compressed=is_compressed, segment_frames=segment_frames, **row)
         shapes.append((int(shard_of[is_same].min()), shape))
-    (first_shard, shape), *others = sorted(shapes, key=lambda pair: pair[0])
-    for other_shard, other_shape in others:
+    (first_shard, shape), *other_shapes = sorted(shapes, key=lambda pair: pair[0])
+    for other_shard, other_shape in other_shapes:
         tars = variant.tar_files
         raise UserError(
             f"latents differ in shape: {shape} in {tars.path(first_shard)}, {other_shape} in {tars.path(other_shard)}",
@@ -200,26 +200,26 @@ def _shape(variant: Variant, table: pa.Table, shard_of: NDArray[np.int64], *, is
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of chunks, numbered one chunk after another.
+    """Segments of chunks, in the order of the chunks.
 
     Attributes:
         num_frames: Number of frames of a full segment.
-        first: Number of the first segment of each chunk, followed by the number of segments, int64 [chunks + 1].
+        first_segment: Index of the first segment of each chunk, followed by the number of segments, int64 [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
         tails: Treatment of shorter segments: "pad" if shorter segments are included, or "drop".
     """
 
     num_frames: int
-    first: NDArray[np.int64]
+    first_segment: NDArray[np.int64]
     num_tails: int
     tails: Tails
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return int(self.first_segment[-1])
 
     def chunk_of(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the chunk of each segment."""
-        return np.searchsorted(self.first, segments, side="right") - 1
+        return np.searchsorted(self.first_segment, segments, side="right") - 1
 
 
 def divide(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments:
@@ -227,16 +227,16 @@ def divide(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments
     per_chunk, rest = np.divmod(records.num_frames.astype(np.int64), num_frames)
     if tails == "pad":
         per_chunk += rest > 0
-    first = np.concatenate([[0], np.cumsum(per_chunk)])
-    return Segments(num_frames=num_frames, first=first, num_tails=int((rest > 0).sum()), tails=tails)
+    first_segment = np.concatenate([[0], np.cumsum(per_chunk)])
+    return Segments(num_frames=num_frames, first_segment=first_segment, num_tails=int((rest > 0).sum()), tails=tails)
 
 
 def times_us(
-    records: LatentRecords, segments: Segments, numbers: NDArray[np.int64]
+    records: LatentRecords, segments: Segments, indices: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and end of segments in their videos, microseconds, rounded down. Tails end with the chunk."""
-    chunk = segments.chunk_of(numbers)
-    frame = (numbers - segments.first[chunk]) * segments.num_frames
+    chunk = segments.chunk_of(indices)
+    frame = (indices - segments.first_segment[chunk]) * segments.num_frames
     return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
 
 
@@ -259,7 +259,7 @@ def frame_times_us(
 def frame_starts_s(
     records: LatentRecords, chunk: NDArray[np.integer], begin: NDArray[np.integer], *, num_frames: int
 ) -> NDArray[np.float64]:
-    """Return the start of each frame of segments in the video, seconds [N, num_frames]; nan after the chunk's end.
+    """Return the start of each frame of the segments in the video, seconds [N, num_frames]; nan after a chunk's end.
 
     Args:
         begin: First frame of each segment in its chunk.
@@ -303,7 +303,7 @@ def frames_of(segment: str | None, shape: FrameShape) -> int:
 
 
 def seconds_of(segment: str) -> Fraction:
-    """Convert a duration such as `5s` or `2.5` to seconds; raise UserError if it is not a duration."""
+    """Convert a duration such as `5s` or `2.5` to seconds; raise UserError for any other text."""
     match = _DURATION.fullmatch(segment)
     if match is None:
         raise UserError(f"{segment!r} is not a segment length", hint="use seconds, such as 5s")
@@ -327,16 +327,16 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """Data from which segments are read.
+    """Data that contain the latents of segments.
 
     Attributes:
-        records: Chunks with latents, which are the parts of a segment table.
+        records: Chunks with latents. A segment table refers to them as parts.
         video_ids: IDs of the videos of the split.
         maps: Maps of the tars of latents and stored texts.
         text: Members that contain stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
         has_tails: True if samples include shorter segments.
-        source_remark: Remark for the log if the latents were made from chunks that are not current; otherwise empty.
+        source_remark: Remark for the log if the latents were made from outdated chunks; otherwise empty.
     """
 
     records: LatentRecords
@@ -362,15 +362,15 @@ class SegmentQuery:
     Attributes:
         data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
         split: Split of the manifest.
-        segment: Length of a segment, such as "5s", which must be a whole number of frames. Default: the stored segments
-            of a video VAE, or DEFAULT_SEGMENT for other latents.
-        captions: Form of captions: "none", "stored" for embeddings, or "words" for text. Unless it is "none", segments
-            without captions are omitted.
+        segment: Length of a segment, such as "5s"; it must be a whole number of frames. Default: the length of the
+            stored segments of a video VAE, or DEFAULT_SEGMENT for other latents.
+        captions: Form of captions: "none", "stored" for embeddings, or "words" for text. Segments without captions are
+            omitted unless the form is "none".
         loading: Settings of the loader. Its threads read members that must be verified, downloaded or decompressed.
             Four threads keep a disk busy, and one thread verifies several gigabytes per second. Memory is pinned if
             there is a GPU, unless the caller keeps batches.
         tails: Treatment of the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches then
-            have `num_frames`).
+            contain `num_frames`).
         sources: Sampling weights of caption sources (clipmill.train.config.clips).
         classes: Class lists of the labels, for samples with labels instead of captions. Segments without any of the
             labels are omitted (clipmill.train.data.latents.segment_table).
