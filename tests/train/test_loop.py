@@ -75,7 +75,7 @@ def test_failures_are_listed_and_the_budget_stops_the_run(tmp_path: Path) -> Non
     run = RunFolder(chosen.out)
     with pytest.raises(FailedWork, match=r"4 samples failed, more than --max-failures 3: .*failures\.jsonl") as stopped:
         train_plane(chosen, points=Points(failing=(3, 11)))
-    assert "2 files or chunks failed again and again (point_" in str(stopped.value)
+    assert "2 files or chunks failed repeatedly (point_" in str(stopped.value)
     lines = read_lines(run.failures)
     assert [line["key"] for line in lines].count("point_3") == 2 and len(lines) == 4
     assert {line["reason"] for line in lines} == {"undecodable"}

@@ -47,10 +47,8 @@ from clipmill.train.data.workers import StuckResult, map_in_order
 
 # If a sample has several images, the first extension in this order is used, as in open_clip.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-LABEL, _CLASS = (
-    "class",
-    "cls",
-)  # label that is stored in a member, and the member's extension; the json has other labels
+# Label that is stored in a member of its own, and the member's extension. Other labels are stored in the json.
+LABEL, _CLASS = "class", "cls"
 MAX_IMAGE_BYTES = 1 << 28  # maximum size of an image file
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
 _BYTES_PER_ROW = 512  # size of a tar header; every sample has at least one header
@@ -60,7 +58,7 @@ _INDEX_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The R images of a tar, in the order of the tar.
+    """Images of a tar, in the order of the tar. R images.
 
     Attributes:
         keys: Key of each sample.
@@ -89,7 +87,7 @@ class TarIndex:
 
 
 class ImageTars:
-    """Local or remote image tars, which are indexed when they are opened. Reading is thread-safe.
+    """Local or remote image tars. The constructor indexes the tars. Reading is thread-safe.
 
     Args:
         tars: Paths or URLs of the tars.
@@ -110,17 +108,17 @@ class ImageTars:
         self.indexes: list[TarIndex] = []
         with Activity(f"indexing the images in {count_noun(len(tars), 'tar')}") as activity:
             add = activity.adder(len(tars), unit="tar")
-            done = map_in_order(
+            results = map_in_order(
                 self._index, tars, num_threads=_NUM_THREADS, num_ahead=2 * _NUM_THREADS, stuck_after_s=_INDEX_TIMEOUT_S
             )
-            for tar, index in done:
+            for tar, index in results:
                 if isinstance(index, StuckResult):
                     raise UserError(f"{tar} cannot be indexed: {index}", hint="check that its storage responds")
                 self.indexes.append(index)
                 add(1)
 
         # Index of the first image in each tar, followed by the number of images.
-        self._first: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])
+        self._first_images: NDArray[np.int64] = np.cumsum([0, *map(len, self.indexes)])
         self.offset: NDArray[np.int64] = np.concatenate([index.offset for index in self.indexes])
         self.size: NDArray[np.int64] = np.concatenate([index.size for index in self.indexes])
         self._keys = pa.chunked_array([index.keys for index in self.indexes])
@@ -136,7 +134,7 @@ class ImageTars:
 
     def tar_of(self, image: int) -> int:
         """Return the index of the tar that contains an image."""
-        return int(np.searchsorted(self._first, image, side="right")) - 1
+        return int(np.searchsorted(self._first_images, image, side="right")) - 1
 
     def key(self, image: int) -> str:
         """Return the file name of an image's tar, followed by the image's key in the tar."""
@@ -176,7 +174,7 @@ class ImageTars:
                 prefix="images",
             )
         except OSError as error:
-            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair or omit the tar") from error
 
 
 def starts_with_image(tar: str, path: Path) -> bool | None:
@@ -302,7 +300,7 @@ def names_images(shards: str, *, cache: Path | None, cache_size: str | None) -> 
         try:
             are_images = starts_with_image(tar, local_copy(tar, cache=cache, size=cache_size))
         except OSError as error:
-            raise UserError(f"{tar} cannot be read: {error}", hint="repair it, or omit it") from error
+            raise UserError(f"{tar} cannot be read: {error}", hint="repair or omit the tar") from error
         if are_images is not None:
             return are_images
     return False

@@ -1,11 +1,11 @@
-"""Outcomes of loading a sample: the sample, or a failure with the sample's key and a reason; and their batches.
+"""Outcomes of loading a sample (the sample, or a failure with a key and a reason), and batches of samples.
 
 The life cycle of a failed sample answers the question "Why was this sample skipped?":
 
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
 2. The reader returns a `FailedSample`. A sample that is not ready in time also becomes a `FailedSample` ("stuck").
-3. The next sample in order takes its place in the batch, and `LoadedBatch.failed` contains the failure. If there are
-   more than `max_failures` failures, `TooManyFailures` is raised instead.
+3. The next sample in order replaces the failed sample in the batch, and `LoadedBatch.failed` contains the failure. If
+   there are more than `max_failures` failures, `TooManyFailures` is raised instead.
 4. `clipmill.train.engine.failures.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the
    run folder, and ends the run if there are more than --max-failures. Evaluations during training report the number of
    failures as `num_failed`, and result files list them as `failed`.
@@ -21,9 +21,9 @@ Reasons:
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 
-Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: they are
-omitted when the data are opened (clipmill.train.data.caption_rows), and the first line of the log counts them by
-reason.
+Captions that can never be shown, because their span is empty or their chunk is missing, are not failures. They are
+omitted when the data are opened (clipmill.train.data.caption_rows), and the first line of the log states their number
+by reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ Unusable = Literal[
 ]
 _MAX_NAMED = 3  # maximum number of keys in a message
 
-# Descriptions in remarks: after the number 1, and after any other number.
+# Descriptions that follow the count in remarks: for 1 caption, and for any other number of captions.
 _DESCRIPTIONS: dict[Unusable, tuple[str, str]] = {
     "empty_span": ("with an empty span", "with an empty span"),
     "other_split": ("shows seconds of another split", "show seconds of other splits"),
@@ -125,11 +125,11 @@ class SampleFailed(ClipmillError):
 
 
 def describe_repeats(keys: Sequence[str]) -> str:
-    """Return a suffix for a message that names chunks that failed repeatedly; empty if all keys are different."""
+    """Return a suffix for a message, with the chunks that failed repeatedly; '' if all keys are different."""
     if len(distinct_keys := list(dict.fromkeys(keys))) == len(keys):
         return ""
     names = ", ".join([*distinct_keys[:_MAX_NAMED], *(["..."] if len(distinct_keys) > _MAX_NAMED else [])])
-    return f": {count_noun(len(distinct_keys), 'file or chunk', 'files or chunks')} failed again and again ({names})"
+    return f": {count_noun(len(distinct_keys), 'file or chunk', 'files or chunks')} failed repeatedly ({names})"
 
 
 class TooManyFailures(ClipmillError):
@@ -174,7 +174,7 @@ class FailureBudget:
 
 
 def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], *, max_failures: int) -> None:
-    """Append failures to a list that a user's program reads; raise FailedWork if there are more than `max_failures`."""
+    """Append failures to a list for the user's program; raise FailedWork if there are more than `max_failures`."""
     failures += failed
     if failed and len(failures) > max_failures:
         raise FailedWork(
@@ -185,7 +185,7 @@ def list_failures(failures: list[FailedSample], failed: Sequence[FailedSample], 
 
 
 class LoadedBatch(NamedTuple):  # a dataclass takes twice as long to create, which matters for batches of one sample
-    """A batch, the samples that failed before the batch was full, and the cursor after the batch."""
+    """Batch, samples that failed before the batch was full, and cursor after the batch."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
@@ -216,17 +216,17 @@ class BatchBuilder:
 
     def fill(self, outcomes: Iterator[Any]) -> bool:
         """Add outcomes until the batch is full; return False if there are not enough outcomes."""
-        while missing := self._batch - len(self._samples):
-            # Take several outcomes at a time: for latents, which are only copied, taking them one by one would double
+        while num_missing := self._batch - len(self._samples):
+            # Take several outcomes at a time. Latents are only copied, so taking their outcomes one by one would double
             # the time per batch.
-            taken = list(islice(outcomes, missing))
-            if not taken:
+            new_outcomes = list(islice(outcomes, num_missing))
+            if not new_outcomes:
                 return False
-            self.num_taken += len(taken)
-            if _NO_SAMPLES.isdisjoint(map(type, taken)):
-                self._samples += taken
+            self.num_taken += len(new_outcomes)
+            if _NO_SAMPLES.isdisjoint(map(type, new_outcomes)):
+                self._samples += new_outcomes
             else:
-                for outcome in taken:
+                for outcome in new_outcomes:
                     self.add(outcome)
         return True
 

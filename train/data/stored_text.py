@@ -64,8 +64,8 @@ class TextMembers:
         """Return the member that contains the embedding at a place; an array of members for an array of places."""
         return np.searchsorted(self.place, place, side="right") - 1
 
-    def verify_in(self, tars: MappedTars) -> VerifiedMembers:
-        """Return a loader of these members from `tars`, which verifies a member when it is first loaded."""
+    def loader(self, tars: MappedTars) -> VerifiedMembers:
+        """Return a loader that reads these members from `tars`, and verifies a member when it is first loaded."""
 
         def payload(member: int) -> Payload:
             return Payload(int(self.place[member]), int(self.size_bytes[member]), int(self.crc32[member]))
@@ -73,7 +73,7 @@ class TextMembers:
         return VerifiedMembers(tars, len(self.place), payload, column=TEXT, noun="embeddings")
 
     def row_of(self, content: memoryview, member: int, place: int, *, num_tokens: int = 1) -> Part:
-        """Return the embedding or sequence at a place, as a part of the bytes of its member."""
+        """Return the embedding or sequence at a place, as a part of the member's bytes."""
         begin = place - int(self.place[member])
         return content, begin, begin + num_tokens * self.row_bytes
 
@@ -106,12 +106,12 @@ class TextRows:
         has_text = self.caption_id[index] == caption_id
         mismatches = np.flatnonzero(has_text & (self.video_row[index] != video_row))
         if len(mismatches):
-            number = int(mismatches[0])
-            other_row = int(self.video_row[index[number]])
-            other = f"video {video_ids[other_row].as_py()!r}" if other_row >= 0 else "a video of another split"
+            first = int(mismatches[0])
+            other_row = int(self.video_row[index[first]])
+            other_video = f"video {video_ids[other_row].as_py()!r}" if other_row >= 0 else "a video of another split"
             raise UserError(
-                f"caption {caption_id[number]} belongs to video {video_ids[int(video_row[number])].as_py()!r} in the "
-                f"manifest, but to {other} in the text column",
+                f"caption {caption_id[first]} belongs to video {video_ids[int(video_row[first])].as_py()!r} in the "
+                f"manifest, but to {other_video} in the text column",
                 hint=f"run prep {command_for(TEXT)} again, or use the text column of this manifest",
             )
         return np.where(has_text, index, -1)
@@ -134,11 +134,12 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     shard_of = np.searchsorted(tars.shard_ids, table["shard"].to_numpy())
     shard_order = np.lexsort((table["row"].to_numpy(), shard_of))
     widths = table["width"].to_numpy()
-    if (other := np.flatnonzero(widths[shard_order] != widths[shard_order[0]])).size:
-        first, second = (int(shard_order[number]) for number in (other[0] - 1, other[0]))
-        first_tar, second_tar = (tars.path(int(shard_of[number])) for number in (first, second))
+    if (mismatches := np.flatnonzero(widths[shard_order] != widths[shard_order[0]])).size:
+        first_row, second_row = (int(shard_order[index]) for index in (mismatches[0] - 1, mismatches[0]))
+        first_tar, second_tar = (tars.path(int(shard_of[row])) for row in (first_row, second_row))
         raise UserError(
-            f"text embeddings differ in width: {widths[first]} in {first_tar}, {widths[second]} in {second_tar}",
+            f"text embeddings differ in width: {widths[first_row]} in {first_tar}, {widths[second_row]} in "
+            f"{second_tar}",
             hint=f"run prep {command_for(TEXT)} again, because all embeddings of a variant must have the same width",
         )
     row_bytes = int(widths[0]) * _ITEM_BYTES
@@ -158,9 +159,9 @@ def read_text_rows(variant: Variant, *, starts: NDArray[np.int64], video_ids: pa
     same_lists = pc.all(pc.equal(pc.list_value_length(table["caption_row"]), pc.list_value_length(table["caption_id"])))
     is_invalid = (caption_row < 0) | (caption_row >= num_rows[member])
     if not same_lists.as_py() or is_invalid.any():
-        number = int(shard_of[member[is_invalid.argmax()]]) if is_invalid.any() else 0
-        shard = variant.shard(int(tars.shard_ids[number]))
-        raise unusable_error(shard.index_path, shard.commit.column, "it lists rows that its tar does not have")
+        shard_index = int(shard_of[member[is_invalid.argmax()]]) if is_invalid.any() else 0
+        shard = variant.shard(int(tars.shard_ids[shard_index]))
+        raise unusable_error(shard.index_path, shard.commit.column, "it lists rows that its tar does not contain")
     place_order = np.argsort(place, kind="stable")
     members = TextMembers(
         width=int(widths[0]),
@@ -188,7 +189,7 @@ def require_embeddings(variant: Variant, data_dir: Path) -> None:
     """Raise a UserError if texts are stored as sequences of vectors instead of one embedding per text."""
     if variant.recipe.get("max_tokens"):
         raise UserError(
-            f"{variant.directory} has a sequence of vectors for each text, but one embedding per text is needed",
+            f"{variant.directory} stores a sequence of vectors for each text, but one embedding per text is needed",
             hint=f"run {how_to_make(TEXT, data_dir)}, or read the sequences with open_latents",
         )
 
@@ -201,8 +202,8 @@ class StoredText:
     Args:
         video_ids: IDs of the requested videos.
         videos: Values that identify everything that affects `video_ids` (clipmill.train.data.node_cache).
-        tars: Reader of the tars of a remote data folder, which downloads complete tars into the cache; None for a local
-            folder.
+        tars: Reader of the tars of a remote data folder; None for a local folder. Remote tars are downloaded completely
+            into the cache.
 
     Attributes:
         variant_name: Name of the variant.
@@ -228,7 +229,7 @@ class StoredText:
         self._variant, self._video_ids = variant, video_ids
         if not variant.num_shards:
             hint = f"run {how_to_make(TEXT, data_dir)}"
-            raise UserError(f"{variant.directory} has no text of any video", hint=hint)
+            raise UserError(f"{variant.directory} contains no texts", hint=hint)
         self._tars = open_maps([variant], tars, cached_variant=variant)
         self.depends_on: tuple[object, ...] = variant_state(variant.directory, variant.commits)
         self._members, self._rows = open_shared(
@@ -238,7 +239,7 @@ class StoredText:
             types=(TextMembers, TextRows),
             prefix=TEXT,
         )
-        self._verified = self._members.verify_in(self._tars)
+        self._loader = self._members.loader(self._tars)
 
     def _read(self, variant: Variant) -> tuple[TextMembers, TextRows]:
         self._tars.require_files()
@@ -269,7 +270,7 @@ class StoredText:
         """
         place = int(self._rows.place[int(np.searchsorted(self._rows.caption_id, caption_id))])
         member = int(self._members.member_at(place))
-        content = self._verified.load(member)
+        content = self._loader.load(member)
         if isinstance(content, Problem):
             raise SampleFailed(key, reason=content.reason, detail=content.detail)
         content, begin, end = self._members.row_of(content, member, place)

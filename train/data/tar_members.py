@@ -26,8 +26,8 @@ from clipmill.shards.opening import DamagedTar, open_regular
 
 MAX_HEADER_BYTES = 1 << 20  # maximum size of an extended header, which contains long names or PAX records
 MAX_NAME_BYTES = 4096
-# Maximum ratio of decompressed to compressed size. It is about 1 for videos, a small number for captions, and a
-# thousand for decompression bombs.
+# Maximum ratio of decompressed to compressed size. The ratio is about 1 for videos, slightly larger for captions, and
+# about 1000 for decompression bombs.
 MAX_EXPANSION = 64
 _FREE_BYTES = 64 << 20  # decompressed size up to which any ratio is allowed
 _XZ_MEMORY_BYTES = 256 << 20  # memory limit of the decompressor, four times as much as `xz -9` needs
@@ -42,7 +42,7 @@ _WITHOUT_PAYLOAD = (
     tarfile.FIFOTYPE,
 )
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Offsets, in the first and in additional headers of a sparse member, of the flag that another header follows.
+# Offsets of the flag that announces another header: in the first header of a sparse member, and in additional headers.
 _SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
 
 
@@ -55,7 +55,7 @@ class Member:
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
         content: Bytes of the file; None if they are not needed or cannot be read.
-        problem: Predicate after the file's name in messages that states why the file is unreadable; None otherwise.
+        problem: Reason why the file cannot be read, as a predicate that follows its name in messages; None without one.
     """
 
     name: str
@@ -87,7 +87,7 @@ def read_members(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Memb
 
 @dataclass
 class _ExtendedHeader:
-    """Properties of a member from extended headers, which precede the header of the member."""
+    """Properties of a member, from the extended headers that precede the header of the member."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -109,7 +109,7 @@ class _Source:
         return None if self._is_compressed else self.position
 
     def block(self) -> bytes:
-        """Read the next block, which is shorter or empty at the end of the file."""
+        """Read the next block. At the end of the file, the block is shorter or empty."""
         block = self._stream.read(BLOCK_BYTES)
         self._advance(len(block))
         return block
@@ -122,7 +122,7 @@ class _Source:
             self._advance(len(content))
         else:
             payload = io.BytesIO()  # grows with the data, regardless of the size that a header declares
-            while (missing := size_bytes - payload.tell()) and (part := self._stream.read(min(missing, _READ_BYTES))):
+            while (rest := size_bytes - payload.tell()) and (part := self._stream.read(min(rest, _READ_BYTES))):
                 self._advance(len(part))
                 payload.write(part)
             content = payload.getvalue()

@@ -2,14 +2,14 @@
 
 A stream is for tars without clipmill's index: tars from other tools, or tars from prep without their indexes. Each
 remote tar is downloaded completely into the cache before it is read. A stream is much slower than a data folder: files
-are read completely and decoded through their containers, a caption across a chunk boundary is shortened (counted in
-`num_shortened`), and the number of samples is not known in advance. If you have the data folder, use its path or URL
+are read completely and decoded through their containers, a caption that crosses a chunk boundary is shortened (counted
+in `num_shortened`), and the number of samples is not known in advance. If you have the data folder, use its path or URL
 instead of a pattern for its tars.
 
 Each caption of a sample is a clip. Clips wait undecoded in a shuffle window; when they leave it, the loader's threads
 open, decode and crop them. Positions count clips and failures in the order in which they leave the window. To find its
-position, a resumed run reads tars without decoding: first the first epoch, to count the clips, and then the current
-epoch from its start.
+position, a resumed run reads tars without decoding them. It counts the clips in the first epoch, and then reads the
+current epoch from its start.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class VideoStream(BatchedSamples):
     Args:
         pattern: Pattern of local or remote tars (`clipmill.train.data.tar_samples.expand`).
         shape: Rules for sampling, cropping and resizing the frames of clips.
-        tokenize: Function that tokenizes captions; None for captions as text.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
         loading: Settings for loading and batching.
         cache, cache_size: Folder for copies of remote tars, and the folder's maximum size
             (`clipmill.train.data.remote.open_cache`).
@@ -85,8 +85,8 @@ class VideoStream(BatchedSamples):
         cache_size: str | None = None,
     ) -> None:
         self.tars = expand(pattern)
-        # Hash the tars now, so that a run can save its state even if a tar is deleted later. A remote tar is hashed
-        # only by its name.
+        # Hash the tars now, so that a run can save its state even if a tar is deleted later. For a remote tar, only the
+        # name is hashed.
         names_and_sizes = [
             (tar.rpartition("/")[2], None if is_remote(tar) else Path(tar).stat().st_size) for tar in self.tars
         ]
@@ -99,7 +99,7 @@ class VideoStream(BatchedSamples):
     @property
     def num_clips(self) -> int:
         """Number of clips that evaluations have shown so far."""
-        return len(self.reader.shown)
+        return len(self.reader.shown_clips)
 
     @property
     def variant_name(self) -> str:
@@ -115,15 +115,15 @@ class VideoStream(BatchedSamples):
 
     def text(self, sample: int) -> str:
         """Return the caption of a clip. An evaluation must have shown the clip."""
-        return self.reader.shown[sample].text
+        return self.reader.shown_clips[sample].text
 
     def key(self, sample: int) -> str:
         """Return the key of a clip's sample in its tar. An evaluation must have shown the clip."""
-        return self.reader.shown[sample].key
+        return self.reader.shown_clips[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Return the start and end of a clip in its file, seconds. An evaluation must have shown the clip."""
-        clip = self.reader.shown[sample]
+        clip = self.reader.shown_clips[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
@@ -137,12 +137,12 @@ class StreamReader:
     Args:
         tars: Paths or URLs of the tars.
         shape: Rules for sampling, cropping and resizing the frames of clips.
-        tokenize: Function that tokenizes captions; None for captions as text.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
         open_items: Function that yields the clips and unreadable items in tars, in order.
 
     Attributes:
-        shown: Clips that evaluations have shown, by number, without the bytes of their files.
-        num_shortened: Number of captions read so far that extend beyond their file and are shortened.
+        shown_clips: Clips that evaluations have shown, by position, without the bytes of their files.
+        num_shortened: Number of captions read so far that extend beyond their files and are therefore shortened.
         num_without_video: Number of samples read so far whose video could not be downloaded when the tar was made.
     """
 
@@ -155,14 +155,14 @@ class StreamReader:
         open_items: Callable[[Sequence[str]], Iterator[_Item | MissingVideo]],
     ) -> None:
         self._tars, self._shape, self._tokenize, self._open_items = tars, shape, tokenize, open_items
-        self.shown: dict[int, StreamedClip] = {}
+        self.shown_clips: dict[int, StreamedClip] = {}
         self.num_shortened = self.num_without_video = 0
         self._first_unreadable: UnreadableItem | None = None
 
     def describe(self) -> str:
         """Return the line of `VideoStream.describe`."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
-        parts = [f"{tars} read sequentially, decoded through the container: a stream has no packet tables"]
+        parts = [f"{tars} read sequentially, decoded through the container, because a stream has no packet tables"]
         if self.num_shortened:
             parts.append(f"{count_noun(self.num_shortened, 'caption')} shortened to the boundaries of their chunks")
         if self.num_without_video:
@@ -193,7 +193,7 @@ class StreamReader:
                 self.num_shortened += work.item.is_shortened
                 if work.request.seed is None:
                     # Drop the bytes of the file, because only the key, the caption and the span are needed later.
-                    self.shown[work.request.position] = replace(work.item, content=b"")
+                    self.shown_clips[work.request.position] = replace(work.item, content=b"")
             if isinstance(outcome, StuckResult):
                 outcome = FailedSample(work.request.position, work.item.key, "stuck", str(outcome))
             yield outcome
@@ -212,7 +212,7 @@ class StreamReader:
                     request = next(requests)
                 position += 1
             num_items = position - epoch_start
-            self._require(num_items, at_least=1 if seed is None else batch)
+            self._require_items(num_items, at_least=1 if seed is None else batch)
             if seed is None:
                 return
             # All epochs have the same length, so complete epochs before the next position can be skipped.
@@ -224,7 +224,7 @@ class StreamReader:
         if seed is None:
             return self._read_tars(self._tars)
         order = permute(np.arange(len(self._tars)), len(self._tars), seed=seed, epoch=epoch)
-        items = self._read_tars([self._tars[number] for number in order.tolist()])
+        items = self._read_tars([self._tars[index] for index in order.tolist()])
         return shuffle_items(items, size_of=_size_of, seed=seed, epoch=epoch)
 
     def _read_tars(self, tars: Sequence[str]) -> Iterator[_Item]:
@@ -236,7 +236,7 @@ class StreamReader:
                 self._first_unreadable = self._first_unreadable or item
             yield item
 
-    def _require(self, num_items: int, *, at_least: int) -> None:
+    def _require_items(self, num_items: int, *, at_least: int) -> None:
         if num_items >= at_least:
             return
         tars = f"a stream of {count_noun(len(self._tars), 'tar')}"
@@ -300,7 +300,7 @@ def clip_of_file(
     begin_us: int = 0,
     end_us: int | None = None,
 ) -> tuple[Clip, list[float]]:
-    """Decode a clip from a span of a video file, whose frame rate may vary.
+    """Decode a clip from a span of a video file. The frame rate of the file may vary.
 
     In training, `request.generator("frames")` draws the moments of the frames, and `request.generator("crop")` draws
     the crop rectangle. In an evaluation, the frames of `shape.views.num_clips` temporal views follow one another.
@@ -330,9 +330,9 @@ def clip_of_file(
             detail = f"its span from {begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
             raise SampleFailed(key, reason="empty_span", detail=detail)
         frames = _frames_on_screen(video, (begin_us, end_us), shape.sampling, rng=rng, num_views=num_views)
-        decoded = video.decode(frames)
-        require_frames(set(frames) - decoded.keys(), key=key)
-        clip_frames = [decoded[frame] for frame in frames]
+        intact_frames = video.decode(frames)
+        require_frames(set(frames) - intact_frames.keys(), key=key)
+        clip_frames = [intact_frames[frame] for frame in frames]
         clip = make_clip(clip_frames, shape, rng=request.generator("crop"), in_graph=False, key=key)
         return clip, [float(video.time_base * (video.pts[frame] - video.pts[0])) for frame in frames]
     except SampleFailed:
@@ -344,7 +344,7 @@ def clip_of_file(
 def _frames_on_screen(
     video: PlainVideo, span_us: tuple[int, int], sampling: Sampling, *, rng: np.random.Generator | None, num_views: int
 ) -> list[int]:
-    """Return the numbers of the frames that are on screen at the moments of a span (`moments_of`)."""
+    """Return the indices of the frames that are on screen at the moments of a span (`moments_of`)."""
     tick_us = video.time_base * US_PER_S
     fps = Fraction(len(video.pts) * US_PER_S) / ((video.end_pts - video.pts[0]) * tick_us)
     ticks: list[int] = []

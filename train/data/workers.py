@@ -1,4 +1,4 @@
-"""Worker threads with results in the order of the work items, and `ThreadedReader`, which loads samples with them.
+"""Worker threads that return results in the order of the work items, and `ThreadedReader`, which uses these threads.
 
 Threads are used instead of processes, because decoding, checksums and resizing release the interpreter lock, and
 nothing has to be copied between processes. All threads are daemon threads, so that a thread that is blocked in a
@@ -33,7 +33,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class StuckResult:
-    """Placeholder for a result that was not ready in time. Its string is used as the detail of the failure."""
+    """Placeholder for a result that was not ready in time. Its string form is the detail of the failure."""
 
     after_s: float
 
@@ -126,11 +126,10 @@ def map_in_order(
     Args:
         work: Function that threads call with an item.
         items: Work items. The iterable is advanced in the caller's thread.
-        stuck_after_s: Time limit for an item, seconds. If it is exceeded, `StuckResult` is yielded instead of the
-            result. The thread cannot be stopped, so a new thread replaces it.
+        stuck_after_s: Time limit for an item, seconds. If the limit is exceeded, `StuckResult` is yielded instead of
+            the result. The thread cannot be stopped, so a new thread replaces it.
         size_of: Function that returns the size of an item in bytes.
-        max_bytes: Maximum total size of the items ahead of the caller, except that one larger item is allowed; 0 for no
-            limit.
+        max_bytes: Maximum total size of the items ahead of the caller; 0 for no limit. A single item may be larger.
         num_together: Number of results that the caller uses together. A waiting caller is woken when the last of them
             is ready, not for each result, because every wake-up takes the interpreter lock from the threads.
 
@@ -177,7 +176,7 @@ _Group = list[SampleRequest | None]  # requests that are loaded together; None f
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Functions that load samples in two steps: reading bytes, and turning them into samples.
+    """Functions that load samples in two steps: reading bytes, and turning the bytes into samples.
 
     Attributes:
         read: Function that reads the bytes for a group of requests. It does not raise if a sample cannot be read.
@@ -193,12 +192,12 @@ class ReadAhead:
 class ThreadedReader(ABC):
     """Base class of readers that load samples with threads (clipmill.train.data.loader.Reader).
 
-    Consecutive requests are loaded in groups, so that samples of the same chunk can share its decoding. Samples of
-    remote data are loaded in two steps by separate threads, because a reading thread mostly waits for the network.
+    Consecutive requests are loaded in groups, so that a chunk is decoded once for several samples. Samples of remote
+    data are loaded in two steps by separate threads, because a reading thread mostly waits for the network.
 
     Attributes:
         mixture: Import path of the reader for a mixture of such samples from several data folders.
-        decoder: Decoder of chunks, which all readers of a mixture share; None for samples that are not in chunks.
+        decoder: Decoder of chunks, shared by all readers of a mixture; None for samples that are not in chunks.
     """
 
     mixture: ClassVar[str] = "clipmill.train.data.mixed_samples:MixedReader"
@@ -215,29 +214,29 @@ class ThreadedReader(ABC):
 
     @abstractmethod
     def key(self, sample: int) -> str:
-        """Return the name of a sample, which identifies it in failures."""
+        """Return the name that identifies a sample in failures."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of rows in their videos, microseconds; by default 0, for samples without time."""
+        """Return the start and end of rows in their videos, microseconds; by default 0, for samples without times."""
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of each row's video; by default the row itself, as if each row were a separate video."""
+        """Return the index of each row's video; by default the row itself, as if each row were a separate video."""
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start and end, in the video, of the frames that an evaluation shows for a sample, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
         return 0.0, 0.0
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return frames as a model sees them in an evaluation, RGB [H, W, 3]; empty if the sample cannot be read."""
-        [loaded] = self.load([SampleRequest(sample, sample, None)])
-        if isinstance(loaded, FailedSample):
+        """Return the frames that a model sees in an evaluation, RGB [H, W, 3]; [] if the sample cannot be read."""
+        [outcome] = self.load([SampleRequest(sample, sample, None)])
+        if isinstance(outcome, FailedSample):
             return []
-        video = loaded["video"]
+        video = outcome["video"]
         if video.ndim == 2:  # YUV planes
             size_px = math.isqrt(video.shape[1] * 2 // 3)
-            video = rgb_frames(video, loaded["colour"], size_px=size_px)
+            video = rgb_frames(video, outcome["colour"], size_px=size_px)
         return list(video[:num_frames])
 
     def deviations(self) -> list[str]:
@@ -254,17 +253,17 @@ class ThreadedReader(ABC):
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[Outcome | None]:
         """Yield the samples or failures of the blocks, in order; None for an empty position."""
-        ahead = self.read_ahead
+        read_ahead = self.read_ahead
         num_ahead = max(1, loading.num_ahead // loading.group)
 
         def load(item: tuple[_Group, Any]) -> list[Outcome] | StuckResult:
-            group, read = item
-            if isinstance(read, StuckResult):
-                return read
-            return self.load(_requests_in(group)) if ahead is None else ahead.load(read)
+            group, contents = item
+            if isinstance(contents, StuckResult):
+                return contents
+            return self.load(_requests_in(group)) if read_ahead is None else read_ahead.load(contents)
 
-        with closing(_read(_groups(blocks, loading.group), ahead, loading)) as items:
-            loaded = map_in_order(
+        with closing(_read(_groups(blocks, loading.group), read_ahead, loading)) as items:
+            results = map_in_order(
                 load,
                 items,
                 num_threads=loading.num_threads,
@@ -273,22 +272,22 @@ class ThreadedReader(ABC):
                 # No items are submitted while the caller sleeps, so leave at least two queued items for each thread.
                 num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
             )
-            for (group, _), outcomes in loaded:
+            for (group, _), outcomes in results:
                 if isinstance(outcomes, StuckResult):
                     outcomes = [
                         FailedSample(request.position, self.key(request.sample), "stuck", str(outcomes))
                         for request in _requests_in(group)
                     ]
-                remaining = iter(outcomes)
+                outcome_iterator = iter(outcomes)
                 for request in group:
-                    outcome = None if request is None else next(remaining)
+                    outcome = None if request is None else next(outcome_iterator)
                     if isinstance(outcome, FailedSample) and request is not None:
                         outcome = replace(outcome, detail=f"{outcome.detail}{self.folder_suffix(request.sample)}")
                     yield outcome
 
 
 def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
-    """Yield the requests of the blocks in groups: the groups of the order in training, one request in an evaluation."""
+    """Yield the requests of the blocks in groups: the order's groups in training, single requests in an evaluation."""
     requests = (
         (position, None if sample < 0 else SampleRequest(sample, position, block.seed))
         for block in blocks
@@ -302,13 +301,13 @@ def _groups(blocks: Iterator[Block], group: int) -> Iterator[_Group]:
 
 
 def _read(
-    groups: Iterator[_Group], ahead: ReadAhead | None, loading: LoaderSettings
+    groups: Iterator[_Group], read_ahead: ReadAhead | None, loading: LoaderSettings
 ) -> Generator[tuple[_Group, Any], None, None]:
     """Yield each group with its bytes, or with `StuckResult` after a timeout; with None if `load` reads the bytes."""
-    if ahead is None:
+    if read_ahead is None:
         yield from ((group, None) for group in groups)
         return
-    read, num_threads = ahead.read, ahead.num_threads
+    read, num_threads = read_ahead.read, read_ahead.num_threads
     yield from map_in_order(
         lambda group: read(_requests_in(group)),
         groups,

@@ -129,7 +129,7 @@ def test_a_state_belongs_to_its_views(robot: Path) -> None:
             "different numbers of spans of views wrist and",
         ),
         (lambda rows: rows[:2], "the captions have no view wrist"),
-        (lambda rows: [Caption("top", 0.0, 1.0, "a")], "the captions have no groups, and so no views top, wrist"),
+        (lambda rows: [Caption("top", 0.0, 1.0, "a")], "the captions have no groups, and thus no views top, wrist"),
     ],
 )
 def test_groups_without_one_span_of_each_view_are_named(robot: Path, change: Any, words: str) -> None:

@@ -137,7 +137,7 @@ def test_classes_are_those_of_the_cls_members(tars: str) -> None:
     some = open_tar_images(query(tars), classes=ClassList("class", ("0", "2")))
     assert some.labels.tolist() == [0, 1] * 6 and len(some) == 12
     assert [load_sample(some, number)["label"] for number in range(12)] == [0, 1] * 6
-    assert "6 without one of the classes (the first: 00000.tar/000000001)" in some.describe()
+    assert "6 with none of the classes (the first: 00000.tar/000000001)" in some.describe()
 
 
 def test_other_labels_are_keys_of_json(tmp_path: Path) -> None:

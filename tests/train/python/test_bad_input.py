@@ -34,7 +34,7 @@ def test_a_chunk_that_changed_after_opening_is_a_named_failure(data_dir: Path, t
         shown = [clip for batch in ids(clips) for clip in batch]
         assert shown == [0, 1, 2, 5, 6, 7, 8]
         assert {(failure.key, failure.reason) for failure in clips.failures} == {("b_000000000", "checksum")}
-        with pytest.raises(FailedWork, match=r"max_failures=1: 1 file or chunk failed again and again \(b_000000000\)"):
+        with pytest.raises(FailedWork, match=r"max_failures=1: 1 file or chunk failed repeatedly \(b_000000000\)"):
             list(strict)
         assert len(strict.failures) == 2
 

@@ -78,7 +78,7 @@ class SegmentReader:
         records = segments.records
         self._segments, self._records, self._tars = segments, records, segments.maps
         self._latents = VerifiedMembers(self._tars, len(records), records.payload, column=LATENTS, noun="bytes")
-        self._text = None if segments.text is None else segments.text.verify_in(self._tars)
+        self._text = None if segments.text is None else segments.text.loader(self._tars)
 
     def read(self, requests: SegmentRequests, loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
         """Return the samples or failures for these requests, in order.

@@ -1,6 +1,6 @@
 """Producer of clips at given moments (`read_clips`): each row shows frames of a video around a time.
 
-A clip has a frame for each of the given offsets from the row's time. A frame is on screen until the next frame begins.
+A clip contains one frame per offset from the row's time. A frame is on screen until the next frame begins.
 Times in tables are rounded, so a frame that begins up to NEAR_US after a moment counts as on screen at that moment. If
 an offset points outside the video or the row's span, the first or last frame of the span is shown, as LeRobot pads an
 episode. If the row's time lies outside the video or the span, the sample fails.
@@ -27,7 +27,7 @@ from clipmill.train.data.loader import LoaderSettings, SampleRequest
 from clipmill.train.data.samples import Samples, SampleTable, Source, fingerprint_of
 
 NEAR_US = 100  # tolerance of times, microseconds
-_LATEST_S = 1e9  # maximum time in a table, after the end of any video
+_LATEST_S = 1e9  # maximum time in a table; longer than any video
 _NUM_NAMED = 3  # maximum number of rows in a message
 
 
@@ -49,11 +49,11 @@ class GivenRows:
 
     @classmethod
     def from_table(cls, table: pa.Table | Mapping[str, Any], *, view: str = "") -> "GivenRows":
-        """Read `video_id` (or `key`, of any chunk of the video), `time_s`, and optionally `begin_s` and `end_s`.
+        """Read `video_id` (or the `key` of any chunk of the video), `time_s`, and optionally `begin_s` and `end_s`.
 
         Args:
-            view: Name of a camera; columns for this camera, such as `video_id.top`, replace columns without a camera.
-                Empty if there is only one camera.
+            view: Name of a camera. Columns for this camera, such as `video_id.top`, replace columns without a camera's
+                name. Empty if there is only one camera.
 
         Raises:
             UserError: The value is not a table, a column is missing, or a value in a column is invalid.
@@ -71,7 +71,8 @@ class GivenRows:
         names = columns.column_names
         if not {"video_id", "key"} & set(names) or "time_s" not in names:
             suffix = f" for the view {view}" if view else ""
-            raise UserError(f"the table has only the columns {', '.join(names) or 'none'}{suffix}", hint=_COLUMNS)
+            content = f"only the columns {', '.join(names)}" if names else "no columns"
+            raise UserError(f"the table has {content}{suffix}", hint=_COLUMNS)
         if not len(columns):
             raise UserError("the table has no rows", hint="pass one row for each clip")
         time_us = _times_us(columns, "time_s")
@@ -81,7 +82,7 @@ class GivenRows:
         if len(reversed_rows := np.flatnonzero(end_us <= begin_us)):
             raise UserError(
                 f"end_s of row {reversed_rows[0]} of the table is not after begin_s ({len(reversed_rows):,} such rows)",
-                hint="pass the start and the end of the span to which frames are limited",
+                hint="pass the start and the end of the span that limits the frames",
             )
         return cls(_video_ids(columns), time_us, begin_us, end_us)
 
@@ -106,10 +107,11 @@ def _times_us(columns: pa.Table, name: str) -> NDArray[np.int64]:
     except pa.ArrowException as error:
         raise UserError(f"the column {name} of the table cannot be read: {error}", hint="pass seconds") from error
     times_s = np.where(times_s == np.inf, _LATEST_S, times_s) if name == "end_s" else times_s
-    invalid = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
-    if len(invalid):
+    invalid_rows = np.flatnonzero(~(np.abs(times_s) <= _LATEST_S))
+    if len(invalid_rows):
+        first = invalid_rows[0]
         raise UserError(
-            f"{name} of row {invalid[0]} of the table is {times_s[invalid[0]]} ({len(invalid):,} such rows)",
+            f"{name} of row {first} of the table is {times_s[first]} ({len(invalid_rows):,} such rows)",
             hint="pass seconds from the start of the video",
         )
     return np.rint(times_s * US_PER_S).astype(np.int64)
@@ -120,7 +122,7 @@ class GivenMoments:
     """Moments that rows show, at offsets from their times, and annotations that add `is_padded` to samples.
 
     Attributes:
-        rows: Rows, whose spans must lie within their videos.
+        rows: Rows. Their spans must lie within their videos.
         offsets_us: Offset of each frame, microseconds.
     """
 
@@ -138,7 +140,7 @@ class GivenMoments:
         if not begin_us - NEAR_US <= time_us < end_us:
             span = f"[{begin_us / US_PER_S:g}, {end_us / US_PER_S:g}) s"
             raise ValueError(f"time_s of row {row} is {time_us / US_PER_S:g}, outside its video or span: {span}")
-        # Stay before the end, because a frame that begins at the end belongs to the next span.
+        # Choose moments before the end, because a frame that begins at the end belongs to the next span.
         latest_us = end_us - 2 * NEAR_US
         return Moments(
             tuple(max(min(time_us + offset, latest_us), begin_us) + NEAR_US for offset in self.offsets_us), 1
@@ -162,7 +164,7 @@ def open_given_moments(
     *,
     offsets_us: Sequence[int],
 ) -> Samples[ClipReader]:
-    """Open clips at given moments. Sample i shows row i. Batches have `time_s` and `is_padded`.
+    """Open clips at given moments. Sample i shows row i. Batches contain `time_s` and `is_padded`.
 
     Args:
         views: Rows for each camera; a single item if there is only one camera.
@@ -173,16 +175,16 @@ def open_given_moments(
     Raises:
         UserError: A row refers to an unknown video, or to a video without chunks.
     """
-    first, *others = (
+    first_view, *other_views = (
         {"chunks": chunks, "shape": shape, **_open_view(rows, chunks, offsets_us=offsets_us)} for rows in views
     )
-    if others:
+    if other_views:
         from clipmill.train.data.views import ViewReader
 
-        reader: ClipReader = ViewReader([ClipReader(**arguments) for arguments in others], **first)
+        reader: ClipReader = ViewReader([ClipReader(**arguments) for arguments in other_views], **first_view)
     else:
-        reader = ClipReader(**first)
-    tables = [arguments["table"] for arguments in (first, *others)]
+        reader = ClipReader(**first_view)
+    tables = [arguments["table"] for arguments in (first_view, *other_views)]
     ids = pc.unique(pa.chunked_array([chunk for rows in views for chunk in rows.video_id.chunks], pa.string()))
     facts = ("moments", chunks.variant_name, *offsets_us, *ids.to_pylist())
     parts = [array for rows in views for array in (rows_of(rows.video_id, ids), rows.time_us)]
@@ -230,8 +232,8 @@ def _open_view(rows: GivenRows, chunks: ChunkSet, *, offsets_us: Sequence[int]) 
 
 
 def _describe_rows(is_invalid: NDArray[np.bool_], rows: GivenRows) -> str:
-    """Return the number of invalid rows, and the first few invalid rows with their videos, as text."""
-    invalid = np.flatnonzero(is_invalid)
-    first = rows.video_id.take(pa.array(invalid[:_NUM_NAMED])).to_pylist()
-    names = ", ".join(f"row {row}: {name}" for row, name in zip(invalid.tolist(), first, strict=False))
-    return f"{len(invalid):,} of {count_noun(len(is_invalid), 'row')} ({names})"
+    """Return a phrase with the number of invalid rows, and with the first few of these rows and their videos."""
+    invalid_rows = np.flatnonzero(is_invalid)
+    videos = rows.video_id.take(pa.array(invalid_rows[:_NUM_NAMED])).to_pylist()
+    names = ", ".join(f"row {row}: {video}" for row, video in zip(invalid_rows.tolist(), videos, strict=False))
+    return f"{len(invalid_rows):,} of {count_noun(len(is_invalid), 'row')} ({names})"

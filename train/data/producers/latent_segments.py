@@ -1,4 +1,4 @@
-"""Producer of the segments of latents of a split: with captions, with labels, or without either."""
+"""Producer of the latent segments of a split: with captions, with labels, or without either."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 def open_latent_segments(
     query: SegmentQuery, *, tokenize: "Tokenize | None" = None, needs_embeddings: bool = False
 ) -> Samples[LatentReader]:
-    """Open the segments of latents of a split, for one rank.
+    """Open the latent segments of a split, for one rank.
 
-    A sample is a segment of a chunk's latents, with one of the captions that overlap it. In training, the caption is
-    drawn, by a pure function of (seed, position); an evaluation uses the first caption of the first source. See
-    clipmill.train.data.batch for the entries of batches.
+    A sample is a segment of a chunk's latents, with one of the captions that overlap the segment. In training, the
+    caption is drawn by a pure function of (seed, position); an evaluation uses the first caption of the first source.
+    See clipmill.train.data.batch for the entries of batches.
 
     Every array is verified against its checksum when it is first needed, so only the first epoch takes longer. If an
     array does not match its checksum, the sample fails (clipmill.train.data.outcomes).
 
-    The table takes 40 bytes of memory per chunk and 8 per segment; with captions, another 4 per segment with captions,
-    12 per caption, and 4 per pair of a segment and a caption.
+    The table takes 40 bytes of memory per chunk and 8 per segment. Captions take another 4 bytes per segment with
+    captions, 12 per caption, and 4 per pair of a segment and a caption.
 
     Args:
-        tokenize: Function that tokenizes captions in text form. Without it, batches have only caption IDs and text
+        tokenize: Function that tokenizes captions in text form; None for batches that contain only caption IDs and text
             rows.
         needs_embeddings: True to reject texts that are stored as sequences of vectors.
 
@@ -180,8 +180,9 @@ def open_captions(query: DataQuery) -> Samples[LatentReader]:
         UserError: See `open_frames`; or there are no captions.
     """
     form: ShownCaptions = "stored" if query.has_stored_text else "words"
-    segments = replace(_segment_query(query), captions=form, sources=query.captions.sources)
-    return _require_compatible(query, open_latent_segments(segments, tokenize=query.tokenize, needs_embeddings=True))
+    segment_query = replace(_segment_query(query), captions=form, sources=query.captions.sources)
+    samples = open_latent_segments(segment_query, tokenize=query.tokenize, needs_embeddings=True)
+    return _require_compatible(query, samples)
 
 
 def open_labels(query: DataQuery) -> Samples[LatentReader]:
@@ -190,12 +191,12 @@ def open_labels(query: DataQuery) -> Samples[LatentReader]:
     Raises:
         UserError: See `open_frames`; or there are no labels.
     """
-    segments = replace(_segment_query(query), captions="none", classes=tuple(query.classes))
-    return _require_compatible(query, open_latent_segments(segments))
+    segment_query = replace(_segment_query(query), captions="none", classes=tuple(query.classes))
+    return _require_compatible(query, open_latent_segments(segment_query))
 
 
 def open_frames(query: DataQuery) -> Samples[LatentReader]:
-    """Open the segments that a task needs, without captions and labels.
+    """Open the segments that a task needs, without captions or labels.
 
     Raises:
         UserError: There are no segments, they cannot be read, or they contradict the settings.
@@ -244,12 +245,12 @@ def _require_compatible(query: DataQuery, samples: Samples[LatentReader]) -> Sam
 
 
 def _common_facts(latents: Variant, shape: FrameShape, text: Variant | None) -> dict[str, str]:
-    """Return properties that must be equal in all folders of a mixture.
+    """Return the properties that must be the same in all folders of a mixture.
 
     These are the shape and the VAE of the latents, and the encoder of stored embeddings.
     """
     recipe = latents.recipe
     name, weights = recipe.get("vae"), str(recipe.get("vae_sha256"))[:8]
-    scaled = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
-    facts = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaled}"}
+    scaling = f"(x - {recipe.get('shift_factor') or 0}) * {recipe.get('scaling_factor')}"
+    facts = {"latents": str(shape), "VAE": f"{name} {weights}, scaled as {scaling}"}
     return facts if text is None else {**facts, "text embeddings": encoder_of(text)}

@@ -48,7 +48,7 @@ class ImageReader(ThreadedReader):
 
     Args:
         tars: Tars with the images.
-        images: Number of the image that each row shows, int64 [N].
+        images: Index of the image that each row shows, int64 [N].
         shape: Rules for cropping and resizing images.
         annotations: Annotations that are added to samples, such as captions.
         repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
@@ -93,7 +93,7 @@ class ImageReader(ThreadedReader):
         return content
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the image as a model sees it in an evaluation, as one RGB frame; empty if reading the image fails."""
+        """Return the image that a model sees in an evaluation, as one RGB frame; [] if the image cannot be read."""
         return super().shown_frames(sample, num_frames=1)
 
     def deviations(self) -> list[str]:
@@ -114,7 +114,7 @@ class ImageReader(ThreadedReader):
         return self.load_read(self.read(requests))
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[SampleRequest, bytes | SampleFailed]]:
-        """Read the files for a group of requests, which `load_read` then decodes."""
+        """Read the files for a group of requests, so that `load_read` can decode them."""
         contents: dict[int, bytes | SampleFailed] = {}
         for request in requests:
             row = request.sample // self._repeats
@@ -125,21 +125,21 @@ class ImageReader(ThreadedReader):
                     contents[row] = error
         return [(request, contents[request.sample // self._repeats]) for request in requests]
 
-    def load_read(self, read: Sequence[tuple[SampleRequest, bytes | SampleFailed]]) -> list[Sample | FailedSample]:
+    def load_read(self, files: Sequence[tuple[SampleRequest, bytes | SampleFailed]]) -> list[Sample | FailedSample]:
         """Decode and crop the images that `read` returned."""
-        loaded: list[Sample | FailedSample] = []
-        decoded: dict[int, av.VideoFrame] = {}
-        for request, content in read:
+        outcomes: list[Sample | FailedSample] = []
+        last_image: dict[int, av.VideoFrame] = {}  # last decoded image, by its row
+        for request, content in files:
             try:
                 if isinstance(content, SampleFailed):
                     raise content
                 row = request.sample // self._repeats
-                if row not in decoded:
-                    decoded = {row: self._decode(request.sample, content)}
-                loaded.append(self._sample(request, decoded[row]))
+                if row not in last_image:
+                    last_image = {row: self._decode(request.sample, content)}
+                outcomes.append(self._sample(request, last_image[row]))
             except SampleFailed as error:
-                loaded.append(error.at(request.position))
-        return loaded
+                outcomes.append(error.at(request.position))
+        return outcomes
 
     def _decode(self, sample: int, content: bytes) -> "av.VideoFrame":
         try:
@@ -175,14 +175,14 @@ def open_tar_images(
     classes: ClassList | None = None,
     repeats: int = 1,
 ) -> Samples[ImageReader]:
-    """Open the images in tars. The number of an image is its `clip_id` and its `caption_id`.
+    """Open the images in tars. The row of an image in the table is both its `clip_id` and its `caption_id`.
 
     Args:
-        has_captions: True to omit images without a caption. Batches then have `tokens` or, without `tokenize`,
+        has_captions: True to omit images without a caption. Batches then contain `tokens` or, without `tokenize`,
             `caption`.
-        tokenize: Function that tokenizes captions; None for captions as text.
-        classes: Classes of the label; images with other classes are omitted, and batches have `label`. None for images
-            without labels.
+        tokenize: Function that tokenizes captions; None to keep captions as text.
+        classes: Classes of the label; images with other classes are omitted, and batches contain `label`. None for
+            images without labels.
         repeats: Number of samples per image in an epoch. It must divide the loader's group size; an image is decoded
             once per group.
 
@@ -206,7 +206,7 @@ def open_tar_images(
         captions = Captions(table.captions, texts, tokenize=tokenize)
         annotations.append(captions)
     names = None if classes is None else classes.as_json()
-    order = [f"{tars.name(number)} {index.order_sha256}" for number, index in enumerate(tars.indexes)]
+    order = [f"{tars.name(tar)} {index.order_sha256}" for tar, index in enumerate(tars.indexes)]
     facts = ("images", query.loading.group, repeats, has_captions, names, *order)
     source = Source(
         split=TARS_SPLIT,
@@ -245,14 +245,14 @@ def _make_table(
         needs_captions: True to omit images without a caption.
     """
     left_out, images = OmittedItems(), np.arange(tars.num_images)
-    for number, index in enumerate(tars.indexes):
+    for tar, index in enumerate(tars.indexes):
         for reason, count, key in index.left_out:
-            left_out.add(reason, f"{tars.name(number)}/{key}", count=count)
+            left_out.add(reason, f"{tars.name(tar)}/{key}", count=count)
 
     def keep(is_kept: pa.Array, reason: str) -> None:
         nonlocal images
-        if len(without := images[~is_kept[images]]):
-            left_out.add(reason, tars.key(int(without[0])), count=len(without))
+        if len(omitted := images[~is_kept[images]]):
+            left_out.add(reason, tars.key(int(omitted[0])), count=len(omitted))
         images = images[is_kept[images]]
 
     if texts is not None and needs_captions:
@@ -260,19 +260,19 @@ def _make_table(
     label, caption_id, rows = None, None, None
     if classes is not None:
         class_of_image = class_numbers_of(pa.chunked_array([index.classes for index in tars.indexes]), classes)
-        keep(class_of_image >= 0, "without one of the classes")
+        keep(class_of_image >= 0, "with none of the classes")
         label, caption_id = class_of_image[images][:, None], np.arange(len(images))
     if texts is not None:
         sha256 = hashlib.sha256("".join(index.content_sha256 for index in tars.indexes).encode()).hexdigest()
         rows = RowCaptions.one_per_row(images.astype(np.int32), texts=texts, texts_sha256=sha256)
-    first = tars.tars[0] if len(tars.tars) == 1 else f"{len(tars.tars):,} tars"
-    remarks = [f"{count_noun(len(images), 'image')} of {first}"]
+    tars_text = tars.tars[0] if len(tars.tars) == 1 else f"{len(tars.tars):,} tars"
+    remarks = [f"{count_noun(len(images), 'image')} of {tars_text}"]
     if classes is not None and label is not None and len(images):
         remarks.append(classes.describe(label[:, 0]))
     remarks += left_out.describe()
-    damaged = [(tar, index.damage) for tar, index in zip(tars.tars, tars.indexes, strict=True) if index.damage]
-    if damaged:
-        remarks.append(f"{count_noun(len(damaged), 'tar')} not read to the end, the first: {': '.join(damaged[0])}")
+    damages = [f"{name}: {index.damage}" for name, index in zip(tars.tars, tars.indexes, strict=True) if index.damage]
+    if damages:
+        remarks.append(f"{count_noun(len(damages), 'tar')} not read to the end, the first: {damages[0]}")
     return SampleTable(first_part=images, captions=rows, label=label, caption_id=caption_id, remarks=tuple(remarks))
 
 
@@ -288,15 +288,15 @@ _UPRIGHT: dict[int, tuple[tuple[str, str], ...]] = {
     8: (("transpose", "cclock"),),
 }
 _EXIF_MARKS = {"mjpeg": b"Exif\0\0", "png": b"eXIf", "webp": b"EXIF"}
-_EXIF_SIZE_BYTES = 4  # length of the size field of a WebP chunk, which is between its name and its content
+_EXIF_SIZE_BYTES = 4  # length of a WebP chunk's size field, between the chunk's name and its content
 _JPEG_FRAMES = (b"\xc0", b"\xc1", b"\xc2")  # markers of frame headers: baseline, extended, progressive
 
 
 def decode_image(content: bytes) -> "av.VideoFrame":
     """Decode a JPEG, PNG or WebP file, and return the upright image as 8-bit YUV 4:2:0.
 
-    The YUV planes of a JPEG or lossy WebP file are used without a conversion to RGB and back; most of them are already
-    4:2:0. The format is detected from the content. CMYK, grey, palettes and 16 bits per channel are converted.
+    The YUV planes of a JPEG or lossy WebP file are used without a conversion to RGB and back; most of these files are
+    already 4:2:0. The format is detected from the content. CMYK, grey, palettes and 16 bits per channel are converted.
     Transparency is dropped, as by Pillow's `convert("RGB")`.
 
     Raises:
@@ -341,7 +341,7 @@ def _codec_of(content: bytes) -> str:
 
 
 def _declared_size(content: bytes, codec: str) -> tuple[int, int]:
-    """Return the width and height in the header of a file that the decoder rejected; (0, 0) if it lacks them."""
+    """Return the width and height in the header of a file that the decoder rejected; (0, 0) if they are missing."""
     if codec == "png":
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if codec == "webp":
@@ -372,13 +372,13 @@ def _orientation_of(content: bytes, codec: str) -> int:
     if order is None:
         return 1
 
-    def number(begin: int, size: int) -> int:
+    def read_integer(begin: int, size: int) -> int:
         return int.from_bytes(tiff[begin : begin + size], "little" if order == "little" else "big")
 
-    first = number(4, 4)
-    for entry in range(first + 2, first + 2 + 12 * number(first, 2), 12):
-        if number(entry, 2) == _ORIENTATION_TAG:
-            return number(entry + 8, 2)
+    directory = read_integer(4, 4)
+    for entry in range(directory + 2, directory + 2 + 12 * read_integer(directory, 2), 12):
+        if read_integer(entry, 2) == _ORIENTATION_TAG:
+            return read_integer(entry + 8, 2)
     return 1
 
 
@@ -393,6 +393,6 @@ def _turn_upright(frame: "av.VideoFrame", orientation: int) -> "av.VideoFrame":
     # Copy the frame in the graph, because vflip only gives the lines a negative stride.
     graph.link_nodes(*links, graph.add("copy"), graph.add("buffersink")).configure()
     graph.push(frame)
-    upright = graph.pull()
-    assert isinstance(upright, type(frame))
-    return upright
+    upright_frame = graph.pull()
+    assert isinstance(upright_frame, type(frame))
+    return upright_frame
