@@ -122,7 +122,7 @@ def test_latents_of_another_data_set_are_named(data_copy: Written) -> None:
         (data_copy.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
     with pytest.raises(UserError) as caught:
         open_segments(data_copy.data_dir, captions="none")
-    assert "the manifest names 'a', 'b', 'c'" in str(caught.value)
+    assert "the manifest lists 'a', 'b', 'c'" in str(caught.value)
     assert "'other-a', 'other-b'" in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_text_of_another_data_set_is_named(data_copy: Written, tmp_path: Path) -
     shutil.copytree(other.text_dir, data_copy.text_dir)
     with pytest.raises(UserError) as caught:
         open_segments(data_copy.data_dir)
-    assert "the manifest names 'a', 'b', 'c'" in str(caught.value) and "'other-a'" in str(caught.value)
+    assert "the manifest lists 'a', 'b', 'c'" in str(caught.value) and "'other-a'" in str(caught.value)
 
 
 def test_text_whose_captions_are_of_other_videos_is_named(data_copy: Written, tmp_path: Path) -> None:
