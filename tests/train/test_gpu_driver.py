@@ -78,7 +78,7 @@ def test_auto_says_in_one_line_why_it_trains_on_the_cpu(
 @pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA needs no driver")
 def test_the_doctor_gives_the_reason_of_a_run_for_a_card_without_a_driver(machine: Path) -> None:
     insert_card(machine)
-    examined = examine_accelerator(tries=False)
+    examined = examine_accelerator(runs_trials=False)
     assert examined.driver is None and examined.unusable_gpu == why_no_gpu()
     assert "needs driver 5" in (examined.unusable_gpu or "")
 

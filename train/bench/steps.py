@@ -257,27 +257,27 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
         FailedWork: Too many samples could not be loaded.
     """
     settings, batch = opened.settings, opened.settings.batch
-    watch, sizes, failures = Stopwatch(opened.wait), list[int](), dict[str, str]()
+    stopwatch, sizes, failures = Stopwatch(opened.wait), list[int](), dict[str, str]()
     reader = getattr(opened.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
-        _watch_loading(reader, watch, sizes)
+        _watch_loading(reader, stopwatch, sizes)
     # Also stop if every sample has failed a hundred times, because such a training set has no rate.
     max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
     batches = opened.samples.batches(position=0, max_failures=max_failures)
-    watch.is_running, waits_s = True, list[float]()
+    stopwatch.is_running, waits_s = True, list[float]()
     with Activity("measuring the loader"), convert_failures(settings), closing(batches):
         while sum(waits_s[1:]) < seconds:  # the first wait includes the start of the threads
             began_s = time.perf_counter()
             loaded = next(batches)
             waits_s.append(time.perf_counter() - began_s)
             failures |= {sample.key: sample.detail for sample in loaded.failed}
-    watch.is_running = False
+    stopwatch.is_running = False
     # The threads have loaded more samples than were used.
-    num_loaded = len(watch.times_s[TOKENS])
+    num_loaded = len(stopwatch.times_s[TOKENS])
     stages: dict[str, float | None] = {}
     if num_loaded:
-        stages = {stage: settings.workers * num_loaded / sum(watch.times_s[stage]) for stage in LOADER_STAGES}
-    watch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
+        stages = {stage: settings.workers * num_loaded / sum(stopwatch.times_s[stage]) for stage in LOADER_STAGES}
+    stopwatch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
     with Activity("measuring the model"):
         steps = Steps(opened)
         on_device = loaded._replace(batch=to_device(loaded.batch, opened.device))
@@ -289,11 +289,11 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
         is_copied = opened.device.type != "cpu"
         stages["transfer"] = batch / median(_measure_calls(copy, seconds=seconds)) if is_copied else None
         steps.take(on_device)
-        watch.is_running = True
+        stopwatch.is_running = True
         steps_s = _measure_calls(lambda: steps.take(on_device), seconds=seconds)
-        watch.is_running = False
+        stopwatch.is_running = False
     compute_s, augment_s = median(steps_s), 0.0
-    if calls_s := watch.times_s[AUGMENT]:  # one call per microbatch
+    if calls_s := stopwatch.times_s[AUGMENT]:  # one call per microbatch
         augment_s = median(calls_s) * len(calls_s) / len(steps_s)
         stages[AUGMENT] = batch / augment_s
     stages["model"] = batch / max(compute_s - augment_s, 1e-9)
@@ -307,7 +307,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
     return rates, steps
 
 
-def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> None:
+def _watch_loading(reader: ClipReader, stopwatch: Stopwatch, sizes: list[int]) -> None:
     """Time the stages of a clip reader, and append the number of bytes of each read to `sizes`."""
     chunks, decoder = reader.chunks, reader.decoder
     read_chunk, decode_each = chunks.read, decoder.decode_each
@@ -318,13 +318,13 @@ def _watch_loading(reader: ClipReader, watch: Stopwatch, sizes: list[int]) -> No
         return content
 
     def decode(content: ChunkBytes, use: Callable[..., None]) -> None:
-        decode_each(content, watch.time_calls(CROP, use))  # each frame is cropped as soon as the decoder outputs it
+        decode_each(content, stopwatch.time_calls(CROP, use))  # each frame is cropped as soon as the decoder outputs it
 
-    watch.watch(reader, "plan", READ)
-    setattr(chunks, "read", watch.time_calls(READ, read))  # noqa: B010 - changes only this object, not its class
-    setattr(decoder, "decode_each", watch.time_calls(DECODE, decode))  # noqa: B010
-    watch.watch(reader, "_make", CROP)
-    watch.watch(reader, "annotate", TOKENS)
+    stopwatch.watch(reader, "plan", READ)
+    setattr(chunks, "read", stopwatch.time_calls(READ, read))  # noqa: B010 - changes only this object, not its class
+    setattr(decoder, "decode_each", stopwatch.time_calls(DECODE, decode))  # noqa: B010
+    stopwatch.watch(reader, "_make", CROP)
+    stopwatch.watch(reader, "annotate", TOKENS)
 
 
 def _measure_calls(work: Callable[[], object], *, seconds: float) -> list[float]:

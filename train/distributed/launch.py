@@ -114,7 +114,7 @@ def _read_environment() -> World:
             numbers[name] = int(os.environ[name])
         except ValueError:
             error = f"the environment variable {name} is {os.environ[name]!r}, which is not a number"
-            raise UserError(error, hint="launch with torchrun, which sets it") from None
+            raise UserError(error, hint="launch with torchrun, which sets this variable") from None
     return World(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
 
 

@@ -316,12 +316,12 @@ class Accelerator:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
-def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
+def examine_accelerator(*, runs_trials: bool = True, looks_for_gpus: bool = True) -> Accelerator:
     """Examine torch and the GPUs.
 
     Args:
-        tries: True to run each attention backend on the device and to load xformers. This changes torch's settings.
-        has_gpus: True to look for GPUs. This initialises CUDA.
+        runs_trials: True to run each attention backend on the device and to load xformers. torch's settings may change.
+        looks_for_gpus: True to look for GPUs. This initialises CUDA.
     """
     # Import the driver checks only here, because a run needs them only for its page.
     from clipmill.train.device.driver import driver_version, required_driver, why_no_gpu
@@ -341,14 +341,14 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         "has_triton": find_spec("triton") is not None,
         "xformers": installed_version("xformers"),
     }
-    if has_gpus:
+    if looks_for_gpus:
         try:
             torch.cuda.init()
-            facts["gpus"] = [_gpu(index, queries_free=tries) for index in range(torch.cuda.device_count())]
+            facts["gpus"] = [_gpu(index, queries_free_memory=runs_trials) for index in range(torch.cuda.device_count())]
             facts["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
             facts |= {"cuda_error": first_line(error), "unusable_gpu": why_no_gpu()}
-    if tries:
+    if runs_trials:
         from torch.utils.collect_env import get_env_info
 
         from clipmill.train.device.precision import open_precision
@@ -377,12 +377,12 @@ def accelerator_of(values: dict[str, Any]) -> Accelerator:
     return Accelerator(**{**values, "gpus": gpus, "tried": tried})
 
 
-def _gpu(index: int, *, queries_free: bool) -> Gpu:
+def _gpu(index: int, *, queries_free_memory: bool) -> Gpu:
     import torch
 
     gpu = torch.cuda.get_device_properties(index)
     # Query only on request: the query creates a context of several hundred megabytes on each GPU.
-    free_bytes = torch.cuda.mem_get_info(index)[0] if queries_free else None
+    free_bytes = torch.cuda.mem_get_info(index)[0] if queries_free_memory else None
     return Gpu(name=gpu.name, memory_bytes=gpu.total_memory, free_bytes=free_bytes, capability=(gpu.major, gpu.minor))
 
 
@@ -507,7 +507,9 @@ def examine(*, device: str, shards: Path | None) -> MachineFacts:
 
 def examine_in_run(*, asked_device: str, device_type: str) -> MachineFacts:
     """Examine everything that takes only milliseconds, in this process, for the page of a run."""
-    return _examine_parts(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
+    return _examine_parts(
+        asked_device, examine_accelerator(runs_trials=False, looks_for_gpus=device_type == "cuda"), is_run=True
+    )
 
 
 def _examine_parts(asked_device: str, accelerator: Accelerator, **options: Any) -> MachineFacts:

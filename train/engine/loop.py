@@ -238,8 +238,8 @@ def run_step(
     # Take the step if the loss and the norm are finite. The device decides this, so that the host need not wait.
     state.precision.accepts(grad_norm)
     take_step(state.optimizer, guard.allow(metrics["loss"], grad_norm, skips=skips), skips=skips)
-    if state.zero is not None:
-        state.zero.exchange()
+    if state.zero_optimizer is not None:
+        state.zero_optimizer.exchange()
     exchange_buffers(state.model, step.world)
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)

@@ -40,7 +40,8 @@ class State:
             clipmill.train.distributed.parallel or clipmill.train.distributed.pipeline.
         objective: Objective that computes the loss.
         optimizer: Optimizer of the parameters that this rank updates.
-        zero: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy is zero1.
+        zero_optimizer: Object that broadcasts the parameters updated by this rank's optimizer; None unless the strategy
+            is zero1.
         precision: Autocast and loss scaling of the run.
         ema: Exponential moving average of the weights; None if the run does not use EMA.
         pipeline: The same object as `trained_module` if the model is split into pipeline stages; None otherwise.
@@ -53,7 +54,7 @@ class State:
     trained_module: nn.Module
     objective: Objective
     optimizer: torch.optim.Optimizer
-    zero: ZeroOptimizer | None
+    zero_optimizer: ZeroOptimizer | None
     precision: Precision
     ema: "Ema | None"
     pipeline: "Pipeline | None" = None
@@ -240,7 +241,7 @@ def new_state(
         trained_module=trained_module,
         objective=objective,
         optimizer=optimizer,
-        zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
+        zero_optimizer=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
         precision=precision,
         ema=ema,
         pipeline=pipeline,

@@ -295,7 +295,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         for tower in self.pretrained_towers():
             if not any(name.startswith(f"{tower}.") for name in fitted_tensors):
                 raise UserError(
-                    f"--lora.towers {tower} adapts pretrained weights, but {source.title} has no weights of that tower",
+                    f"--lora.towers {tower} adapts pretrained weights, but {source.title} does not contain that tower",
                     hint="use other weights, or other --lora.towers",
                     flags=("--lora.towers",),
                 )

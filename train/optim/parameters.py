@@ -167,7 +167,7 @@ def freeze(model: nn.Module, parts: Iterable[FrozenPart]) -> None:
         if part.num_blocks is not None and part.num_blocks > depth:
             raise UserError(
                 f"--freeze {part.value} is too large: the {part.tower} tower has only {count_noun(depth, 'block')}",
-                hint=f"use {depth} or less, or --freeze {part.tower} to freeze the complete tower",
+                hint=f"freeze at most {count_noun(depth, 'block')}, or the complete tower with --freeze {part.tower}",
                 flags=("--freeze",),
             )
         for name, parameter in parameters.items():

@@ -82,7 +82,7 @@ class _Metric:
     value: Value
     is_noisy: bool = True
     from_zero: bool = False
-    has_first: bool = True  # False for speeds: in the first step, caches and the loader's queue are still empty
+    includes_first_step: bool = True  # False for speeds: caches and the loader's queue are still empty in that step
 
 
 def _value_of(name: str, *, scale: float = 1.0) -> Value:
@@ -99,15 +99,15 @@ _TRAINING_METRICS = (
     _Metric("Learning rate", _value_of("lr"), is_noisy=False, from_zero=True),
     _Metric("Temperature", _value_of("temperature"), is_noisy=False),
     _Metric("Gradient norm", _value_of("grad_norm"), from_zero=True),
-    _Metric("Samples per second", _value_of("samples_per_s"), from_zero=True, has_first=False),
+    _Metric("Samples per second", _value_of("samples_per_s"), from_zero=True, includes_first_step=False),
     _Metric(
         "Waiting for data, % of a step",
         lambda line: 100 * line["data_wait_s"] / line["step_s"] if line.get("step_s") else None,
         from_zero=True,
-        has_first=False,
+        includes_first_step=False,
     ),
     _Metric("GPU memory, GB", _value_of("gpu_memory_gb"), is_noisy=False, from_zero=True),
-    _Metric("Model FLOPS utilisation, %", _value_of("mfu", scale=100), from_zero=True, has_first=False),
+    _Metric("Model FLOPS utilisation, %", _value_of("mfu", scale=100), from_zero=True, includes_first_step=False),
 )
 
 
@@ -115,7 +115,7 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     """Return a chart for each training metric that the lines of metrics.jsonl contain."""
     curves = []
     for metric in _TRAINING_METRICS:
-        points = _points(lines if metric.has_first else lines[1:], metric.value)
+        points = _points(lines if metric.includes_first_step else lines[1:], metric.value)
         if not points:
             continue
         tail = [y for _, y in points[-NUM_LAST:]] if metric.is_noisy else [points[-1][1]]
@@ -275,7 +275,7 @@ def _results(run: RunFolder, evaluations: Sequence[EvaluationSpec], *, trained_s
         if result.get("evaluation") not in order:
             raise UserError(
                 f"{path} is the result of an unknown evaluation: {result.get('evaluation')}",
-                hint="install the package that provides its task (see packages in run.json), or remove the file",
+                hint="install the package that provides the evaluation (see packages in run.json), or remove the file",
             )
         try:
             results.append({**result, **_shown_result(result, evaluations[order[result["evaluation"]]])})

@@ -296,7 +296,8 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
             if len(leftovers) < len(list(run.path.iterdir())) if mirror is None else not mirror.is_empty:
                 if is_run(run.path):
                     raise UserError(
-                        f"{run.path} exists already", hint="add --resume auto to continue it, or use another --out"
+                        f"{run.path} exists already",
+                        hint="add --resume auto to continue the run, or use another --out",
                     )
                 raise UserError(
                     f"{run.path} contains other files, but no run", hint="use an empty or new folder as --out"

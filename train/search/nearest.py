@@ -110,7 +110,7 @@ def _header(path: Path, *, width: int) -> tuple[int, int]:
     if file_width != width:
         raise UserError(
             f"{path} has vectors of width {file_width}, but the queries have width {width}",
-            hint="use the weights that made the embeddings",
+            hint="use the weights that computed the embeddings",
         )
     return num_rows, matrix.offset  # type: ignore[attr-defined]  # attribute of np.memmap
 

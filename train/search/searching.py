@@ -129,7 +129,7 @@ def _encode(
         raise
     if model.identity != record["identity"]:
         raise UserError(
-            f"{source} no longer contains the weights that computed the embeddings in {folder.path}: "
+            f"{source} does not contain the weights that computed the embeddings in {folder.path}: "
             f"{record['description']}",
             hint="pass the original weights with --weights, or run train embed again with a new --out",
         )
@@ -207,7 +207,7 @@ def write_search_page(
     clips = [hit.clip for result in results for hit in result.hits]
     if clips and not any(map(player.has_chunks, clips)):
         raise UserError(
-            f"the embeddings in {folder.path} belong to other data than {data['shards']}: split {data['split']!r} "
+            f"the embeddings in {folder.path} were not computed from {data['shards']}: split {data['split']!r} "
             f"contains none of the videos in the results, such as {clips[0].video}",
             hint=f"use --shards with the data folder that was embedded: {record['data']['description']}",
         )

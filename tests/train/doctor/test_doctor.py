@@ -97,7 +97,7 @@ def test_a_run_carries_what_costs_it_nothing() -> None:
 
 
 def test_a_run_looks_at_no_gpu_that_it_does_not_use() -> None:
-    report = examine_accelerator(tries=False, has_gpus=False)
+    report = examine_accelerator(runs_trials=False, looks_for_gpus=False)
     assert (report.gpus, report.tried, report.cuda_error) == ([], [], None)
     assert isinstance(report, Accelerator) and report.torch
 
