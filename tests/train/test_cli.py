@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_named(
         path.write_bytes({"cut": content[:middle], "flipped": flipped, "empty": b""}[damage])
     assert train("eval", "retrieval", run) == 2
     error, hint = two_lines(capsys)
-    assert "step_000008 cannot be read" in error and "remove it" in hint
+    assert "step_000008 cannot be read" in error and "remove this checkpoint" in hint
 
 
 def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
