@@ -100,13 +100,13 @@ def measure_attention(setup: Setup) -> Result:
         rows=rows,
         notes=[
             "ms per forward and backward pass; gradients are compared with the formula in float32",
-            f"{ALL}: enter the fastest backend in FASTEST of train/models/attention_choice.py",
+            f"{ALL}: enter the fastest backend in FASTEST_BACKENDS of train/models/attention_choice.py",
         ],
     )
 
 
 def fastest_backend(path: Path) -> dict[tuple[int, int], AttentionChoice]:
-    """Return the entry for `FASTEST` (clipmill.train.models.attention_choice) from the results of a GPU; {} if none."""
+    """Return the entry for `attention_choice.FASTEST_BACKENDS` from the results of a GPU; {} if there is none."""
     results = json.loads(path.read_bytes())
     capability = results["environment"].get("compute_capability")
     rows = [row for one in results["measurements"] for row in one["rows"] if row.get("shape") == ALL]

@@ -19,7 +19,7 @@ from clipmill.manifests.storage.mirrors import is_remote
 from clipmill.train.config import fields as groups
 from clipmill.train.config.clips import ClipSettings
 from clipmill.train.config.fields import FIRST_RUN, unknown_parts
-from clipmill.train.config.files import RENAMED, Provenance, load_settings, preset_path, presets_of, yaml_source
+from clipmill.train.config.files import RENAMED_PRESETS, Provenance, load_settings, preset_path, presets_of, yaml_source
 from clipmill.train.config.shards import local_folder, require_paths
 from clipmill.train.config.training import TrainingSettings
 from clipmill.train.registry import DEFAULT, find_task, task_names
@@ -132,7 +132,7 @@ def _preset_of(name: str, command: str) -> Path:
         path = preset_path(name, command)
     except UserError as error:
         raise UserError(
-            str(error), hint=error.hint if RENAMED.get(name) in paths else hint, flags=error.flags
+            str(error), hint=error.hint if RENAMED_PRESETS.get(name) in paths else hint, flags=error.flags
         ) from error
     if path not in paths.values():
         raise UserError(f"{name!r} is not a preset of train {command}", hint=hint)

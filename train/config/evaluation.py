@@ -58,9 +58,9 @@ class EvaluatedData:
             if self.shards is not None:
                 prefix = f"--evaluate.shards {self.name}={self.shards}: "
                 names = {"--split": f"--evaluate.shards {self.name}=DATA@SPLIT", "--shards": "--evaluate.shards"}
-            renamed = UserError(f"{prefix}{error}", hint=error.hint, flags=error.flags)
-            renamed.rename_flags(lambda flag: names.get(flag, flag))
-            raise renamed from error
+            renamed_error = UserError(f"{prefix}{error}", hint=error.hint, flags=error.flags)
+            renamed_error.rename_flags(lambda flag: names.get(flag, flag))
+            raise renamed_error from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,13 +147,13 @@ class Choice(Checked):
 
     def unused_hyperparameters(self) -> Iterator[UserError]:
         """Yield an error for each hyperparameter that is set although the chosen value does not use it."""
-        names_by_choice, chosen = self.hyperparameters(), getattr(self, self.choice)
+        names_by_choice, chosen_value = self.hyperparameters(), getattr(self, self.choice)
         for name in dict.fromkeys(name for names in names_by_choice.values() for name in names):
             value = getattr(self, name)
-            if name not in names_by_choice[chosen] and value not in (None, False):
+            if name not in names_by_choice[chosen_value] and value not in (None, False):
                 users = ", ".join(sorted(choice for choice, names in names_by_choice.items() if name in names))
                 yield UserError(
-                    f"{self.flag(name)} is {value}, but {chosen} does not use it",
+                    f"{self.flag(name)} is {value}, but {chosen_value} does not use it",
                     hint=f"omit {self.flag(name)}, or use {self.flag(self.choice)} with one of: {users}",
                     flags=(self.flag(name),),
                 )

@@ -27,13 +27,13 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
 # Presets for one loss were replaced by presets for all losses. The loss is now a flag, whose default is the old loss.
-RENAMED = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
+RENAMED_PRESETS = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
 # Limits for a settings file. A file that exceeds them contains something other than settings.
 _MAX_VALUES, _MAX_DEPTH, _MAX_CHARACTERS = 10_000, 20, 10_000
 _MAX_PARSED = 64  # maximum number of entries in the cache
-_PARSED: dict[tuple[type, bytes], Any] = {}  # cache of parsed settings, which are frozen, by class and file content
+_PARSED_SETTINGS: dict[tuple[type, bytes], Any] = {}  # cache of frozen settings, by class and file content
 _FLAGS_HINT = "write one `key: value` per line, with keys spelled like the flags"
-_TOO_MUCH = "has too many or too deeply nested values for a settings file"
+_TOO_LARGE = "has too many or too deeply nested values for a settings file"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
@@ -61,12 +61,12 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
         content = path.read_bytes()
     except OSError:
         return _parse_file(path, kind)  # raises the error
-    settings: Settings | None = _PARSED.get((kind, content))
+    settings: Settings | None = _PARSED_SETTINGS.get((kind, content))
     if settings is None:
         settings = _parse_file(path, kind)
-        if len(_PARSED) == _MAX_PARSED:
-            _PARSED.clear()
-        _PARSED[kind, content] = settings
+        if len(_PARSED_SETTINGS) == _MAX_PARSED:
+            _PARSED_SETTINGS.clear()
+        _PARSED_SETTINGS[kind, content] = settings
     return settings
 
 
@@ -182,7 +182,7 @@ def read_values(path: Path) -> dict[object, Any]:
         for event in yaml.parse(content, Loader=_loader()):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
-                raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
+                raise UserError(f"{path} {_TOO_LARGE}", hint=_FLAGS_HINT)
         values = yaml.load(content, Loader=_loader())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="use a YAML file with settings") from error
@@ -243,7 +243,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
                 hint="write one `key: value` per line",
             )
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise UserError(f"{path} {_TOO_MUCH}", hint=_FLAGS_HINT)
+            raise UserError(f"{path} {_TOO_LARGE}", hint=_FLAGS_HINT)
         if isinstance(value, dict):
             stack += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple | set):
@@ -256,13 +256,13 @@ def preset_path(name: str, command: str = "") -> Path:
     Raises:
         UserError: The preset does not exist. The hint lists the presets, or names the successor of this preset.
     """
-    known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+    preset_names = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
     for stem in (f"{name}-{command}", name):
-        if stem in known:
+        if stem in preset_names:
             return PRESETS_FOLDER / f"{stem}.yaml"
-    if name in RENAMED:
-        raise UserError(f"preset {name!r} no longer exists", hint=f"use --preset {RENAMED[name]}")
-    raise UserError(f"there is no preset {name!r}", hint=f"use one of: {', '.join(known)}")
+    if name in RENAMED_PRESETS:
+        raise UserError(f"preset {name!r} no longer exists", hint=f"use --preset {RENAMED_PRESETS[name]}")
+    raise UserError(f"there is no preset {name!r}", hint=f"use one of: {', '.join(preset_names)}")
 
 
 def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
@@ -318,11 +318,11 @@ class Provenance:
             by_source.setdefault(on_one_line(source) or "flags", []).append(flag)
         lines = ["Sources of the values; all other values are defaults."]
         lines += [f"{source}: {' '.join(flags)}" for source, flags in by_source.items() if flags]
-        wrapped = [
+        wrapped_lines = [
             textwrap.wrap(line, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
             for line in lines
         ]
-        return "".join(f"# {line}\n" for lines in wrapped for line in lines)
+        return "".join(f"# {line}\n" for lines in wrapped_lines for line in lines)
 
 
 @dataclass(frozen=True)
@@ -353,13 +353,13 @@ def select_parts(
     Returns:
         Parts of settings by descending priority, and remarks for the user.
     """
-    common, parts, remarks = dict(values), list[Part](), list[str]()
+    common_values, parts, remarks = dict(values), list[Part](), list[str]()
     groups = sorted(field.name for field in fields(defaults)) if preset is not None else ()
     for group in groups:
         kind = getattr(defaults, group)
         if not isinstance(kind, Choice):
             continue
-        group_values, flag = common.get(group, {}), kind.flag(kind.choice)
+        group_values, flag = common_values.get(group, {}), kind.flag(kind.choice)
         preset_choice = str(group_values.get(kind.choice, getattr(kind, kind.choice)))
         chosen = overrides.get(flag, preset_choice)
         if rows := kind.published.get(preset or "", {}):
@@ -374,12 +374,12 @@ def select_parts(
         elif chosen != preset_choice:
             names = {name for hyperparameters in kind.hyperparameters().values() for name in hyperparameters}
             unused = {f"{group}.{key}": value for key, value in group_values.items() if key in names}
-            common[group] = {key: value for key, value in group_values.items() if key not in names}
+            common_values[group] = {key: value for key, value in group_values.items() if key not in names}
             if set(map(_flag, unused)) - set(overrides):
                 flags = _format_flags(unused, overrides)
                 remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {flags}")
     chosen_values = list[Part]()
-    for part in (*parts, Part(name, common)):
+    for part in (*parts, Part(name, common_values)):
         kept_values, reasons = _drop_idle_values(part.values, defaults, overrides)
         chosen_values.append(Part(part.source, kept_values))
         remarks += [f"{part.source}: {flag} is not used with {reason}" for flag, reason in reasons.items()]
@@ -434,6 +434,6 @@ def _flag(setting: str) -> str:
 
 def _format_flags(values: Mapping[str, Any], overrides: Mapping[str, str]) -> str:
     """Format values as flags, without the flags in `overrides`."""
-    shown = {_flag(name): value for name, value in values.items() if value not in _UNSET_VALUES}
-    text = " ".join(f"{flag} {value}" for flag, value in shown.items() if flag not in overrides)
-    return text or ("all are set elsewhere" if shown else "none")
+    flag_values = {_flag(name): value for name, value in values.items() if value not in _UNSET_VALUES}
+    text = " ".join(f"{flag} {value}" for flag, value in flag_values.items() if flag not in overrides)
+    return text or ("all are set elsewhere" if flag_values else "none")

@@ -212,9 +212,9 @@ class DualEncoderTowers(Towers):
 
 def clip_only_mistakes(towers: Towers, *, hint: str) -> Iterator[UserError]:
     """Yield an error for each setting of a videomae tower that applies only to clip towers."""
-    for name, unset in _CLIP_ONLY.items():
+    for name, unset_value in _CLIP_ONLY.items():
         value = getattr(towers, name)
-        if value != unset:
+        if value != unset_value:
             flag = towers.flag(name)
             yield UserError(f"{flag} {value} does not apply to a videomae tower", hint=hint, flags=(flag,))
 
@@ -416,8 +416,8 @@ def towers_to_adapt(lora: Lora, freeze: Sequence[str], *, towers: Sequence[Tower
     """Return the towers of a model that get adapters."""
     if not lora.rank:
         return ()
-    frozen = {part.tower for part in map(frozen_part, freeze) if part.is_complete}
-    return lora.towers or tuple(tower for tower in towers if tower != "decoder" and tower not in frozen)
+    frozen_towers = {part.tower for part in map(frozen_part, freeze) if part.is_complete}
+    return lora.towers or tuple(tower for tower in towers if tower != "decoder" and tower not in frozen_towers)
 
 
 def tuning_mistakes(
@@ -440,8 +440,8 @@ def tuning_mistakes(
         if parts[-1].tower not in towers:
             yield _no_tower(f"--freeze {name}", parts[-1].tower, towers)
             return
-    frozen = {part.tower for part in parts if part.is_complete}
-    if not has_head and frozen >= set(towers):
+    frozen_towers = {part.tower for part in parts if part.is_complete}
+    if not has_head and frozen_towers >= set(towers):
         hint = "omit one of them" if len(freeze) > 1 else "omit it, or freeze only the first blocks: blocks:N"
         yield UserError(f"--freeze {' '.join(freeze)} leaves nothing to train", hint=hint, flags=("--freeze",))
         return
@@ -456,7 +456,7 @@ def tuning_mistakes(
     for tower in lora.towers:
         if tower not in towers:
             yield _no_tower(f"--lora.towers {tower}", tower, towers)
-        elif tower in frozen:
+        elif tower in frozen_towers:
             yield UserError(
                 f"--lora.towers {tower} adapts a tower that --freeze {' '.join(freeze)} freezes",
                 hint="omit the tower from one of the flags; the weights of a tower with adapters are always frozen",

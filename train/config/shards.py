@@ -254,8 +254,9 @@ class DataSettings(Checked):
         if len(self.folders) > 1:
             folder_by_path: dict[str, str] = {}
             for folder in self.folders:
-                if (previous := folder_by_path.get(path := normalise_address(folder))) is not None:
-                    ending = "twice" if previous == folder else f"and {previous}, but they are the same folder"
+                if (earlier_folder := folder_by_path.get(path := normalise_address(folder))) is not None:
+                    is_equal = earlier_folder == folder
+                    ending = "twice" if is_equal else f"and {earlier_folder}, but they are the same folder"
                     yield UserError(
                         f"--shards names {folder} {ending}",
                         hint="use the folder once, with a larger weight in --mix",

@@ -40,8 +40,8 @@ def _rows(
     rows = {}
     for name, (lr, weight_decay) in rates.items():
         values = {"lr": lr, "weight_decay": weight_decay}
-        used = {key: common[key] for key in DEFAULTS[name] if key in common}
-        row = Published(source, values | {"optimizer": used}) if used else Published("FastCLIP, table 10", values)
+        group = {key: common[key] for key in DEFAULTS[name] if key in common}
+        row = Published(source, values | {"optimizer": group}) if group else Published("FastCLIP, table 10", values)
         rows[name] = row
     return rows
 
@@ -385,13 +385,13 @@ def weight_settings(settings: TrainingSettings) -> dict[str, Any]:
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested plain values to a dict whose keys are the names of the flags."""
-    flat: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
+            flat_values |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return flat
+            flat_values[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat_values
 
 
 # Hints for a run that is continued with other settings or data. OLD and NEW are run folders.

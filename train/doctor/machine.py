@@ -352,7 +352,7 @@ def examine_accelerator(*, runs_trials: bool = True, looks_for_gpus: bool = True
         from torch.utils.collect_env import get_env_info
 
         from clipmill.train.device.precision import open_precision
-        from clipmill.train.models.attention_choice import FASTEST
+        from clipmill.train.models.attention_choice import FASTEST_BACKENDS
 
         try:
             facts["environment"] = get_env_info()._asdict()
@@ -363,7 +363,9 @@ def examine_accelerator(*, runs_trials: bool = True, looks_for_gpus: bool = True
         facts |= {"precision": precision.name, **_xformers()}
         has_xformers = facts["xformers"] not in ("not installed", "not loaded")
         if facts.get("gpus"):
-            facts["attention"] = FASTEST.get(facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa")
+            facts["attention"] = FASTEST_BACKENDS.get(
+                facts["gpus"][0].capability, "xformers" if has_xformers else "sdpa"
+            )
         names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if facts.get("gpus") else ["sdpa"]
         kinds = ("clips", "packed captions")
         facts["tried"] = [_try_attention(name, kind, precision.name, device_type) for name in names for kind in kinds]

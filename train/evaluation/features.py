@@ -47,8 +47,8 @@ class ClipFeatures:
 def tower_of(model: nn.Module) -> Tower:
     """Return the tower of a model: the model itself if it has `features`, otherwise its `video` tower."""
     # A wrapper such as DDP forwards calls, but does not have the other methods of the model.
-    unwrapped = getattr(model, "module", model)
-    return cast(Tower, unwrapped if hasattr(unwrapped, "features") else unwrapped.video)
+    unwrapped_model = getattr(model, "module", model)
+    return cast(Tower, unwrapped_model if hasattr(unwrapped_model, "features") else unwrapped_model.video)
 
 
 @torch.no_grad()  # not inference_mode, because training also uses the tensors that a model caches
@@ -73,15 +73,15 @@ def extract(
     parts: list[list[torch.Tensor]] = [[] for _ in towers]
     samples: list[torch.Tensor] = []
     failed: list[FailedSample] = []
-    for loaded in batches:
-        failed += loaded.failed
-        if not loaded.batch:
+    for loaded_batch in batches:
+        failed += loaded_batch.failed
+        if not loaded_batch.batch:
             continue
-        clips_BCTHW = inputs(to_device(loaded.batch, device))
+        clips_BCTHW = inputs(to_device(loaded_batch.batch, device))
         for tower, features in zip(towers, parts, strict=True):
             features.append(tower.features(clips_BCTHW).float())
         # Clone the positions, because later batches reuse the buffers.
-        samples.append(loaded.batch["position"].clone())
+        samples.append(loaded_batch.batch["position"].clone())
     empty = torch.empty(0, 0, device=device)
     tower_features = tuple(torch.cat(features) if features else empty for features in parts)
     sample_N = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64)

@@ -78,26 +78,33 @@ def open_weights_as(
     require_weights(weights, tasks)
     record = read_record(path)
     if record is None:
-        adopted, spec = _adopt(source := _source(str(weights), say=say), path, tasks, say=say)
+        adopted_model, spec = _adopt(source := _source(str(weights), say=say), path, tasks, say=say)
     else:
         spec = _task_of(record, tasks, subject=f"{record.path.parent} holds weights", hint_for_task=hint_for_task)
-        recorded: ClipSettings = load_settings(record.settings, spec.settings)
-        require_parts(recorded.towers, record)
-        source = _source(str(weights), recorded.towers, say=say)
+        recorded_settings: ClipSettings = load_settings(record.settings, spec.settings)
+        require_parts(recorded_settings.towers, record)
+        source = _source(str(weights), recorded_settings.towers, say=say)
         # The height and width of latents depend on the data, and cannot be read from the tensors.
-        side = record.read_facts().get("latents", {}).get("side", recorded.size_px)
-        size = match_size(size_of(recorded.model, recorded.towers, num_views=recorded.num_views), source)
-        adopted = AdoptedModel(settings=recorded, shape=ModelShape(size=size, image_px=side))
+        side = record.read_facts().get("latents", {}).get("side", recorded_settings.size_px)
+        size = match_size(
+            size_of(recorded_settings.model, recorded_settings.towers, num_views=recorded_settings.num_views), source
+        )
+        adopted_model = AdoptedModel(settings=recorded_settings, shape=ModelShape(size=size, image_px=side))
     with deferred_checks():  # the checks of --model do not apply to these weights
-        settings, overrides = options.apply_to(adopted.settings)
-    shape = adopted.shape
+        settings, overrides = options.apply_to(adopted_model.settings)
+    shape = adopted_model.shape
     if not settings.reads_latents:
         shape = replace(shape, image_px=settings.size_px)
         _require_whole_cubes(settings, shape)
     facts = {} if record is None else record.read_facts()
     trained = prepare_run(settings, run=None, facts=facts, step=None, weights=source.title, load=_skip_loading)
     task: Any = spec.open(
-        settings, run=record, attention=trained.attention, device=trained.device, shape=shape, **adopted.open_arguments
+        settings,
+        run=record,
+        attention=trained.attention,
+        device=trained.device,
+        shape=shape,
+        **adopted_model.open_arguments,
     )
     return OpenedRun(
         spec=spec,
@@ -112,7 +119,7 @@ def open_weights_as(
         ),
         task=task,
         overrides=overrides,
-        missing_part=adopted.missing_part,
+        missing_part=adopted_model.missing_part,
         source=source,
     )
 
@@ -168,8 +175,8 @@ def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[Adopt
     adopting_specs = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting_specs.values():
         assert spec.adopt is not None
-        if (adopted := spec.adopt(source, path, say=say)) is not None:
-            return adopted, spec
+        if (model := spec.adopt(source, path, say=say)) is not None:
+            return model, spec
     raise UserError(
         f"{source.title}: these are not the weights of a complete model for train {', '.join(tasks)}",
         hint="use one of: " + "; ".join(f"{spec.adoptable} ({name})" for name, spec in adopting_specs.items()),

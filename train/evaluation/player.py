@@ -161,19 +161,19 @@ class Player:
     def _frames(self, clip: PlayedClip, *, end_s: float, num_frames: int) -> "list[av.VideoFrame]":
         """Decode evenly spaced frames of a clip."""
         chunks = self._chunks
-        usable = usable_captions(
+        usable_clip = usable_captions(
             video_row=rows_of(pa.chunked_array([pa.array([clip.video])]), chunks.video_ids),
             begin_s=np.array([clip.begin_s]),
             end_s=np.array([end_s]),
             chunks=chunks.table,
         )
-        if not len(usable.caption):
-            reason = ", ".join(usable.num_unusable).replace("_", " ")
+        if not len(usable_clip.caption):
+            reason = ", ".join(usable_clip.num_unusable).replace("_", " ")
             raise SampleFailed(clip.key, reason="shard_unreadable", detail=reason)
-        first, last = int(usable.first_chunk[0]), int(usable.last_chunk[0])
+        first, last = int(usable_clip.first_chunk[0]), int(usable_clip.last_chunk[0])
         times = [chunks.times(chunk) for chunk in range(first, last + 1)]
         sampling = Sampling(num_frames=num_frames)
-        positions = frame_indices(int(usable.begin_us[0]), int(usable.end_us[0]), sampling, times, rng=None)
+        positions = frame_indices(int(usable_clip.begin_us[0]), int(usable_clip.end_us[0]), sampling, times, rng=None)
         frames_of_chunk: dict[int, set[int]] = {}
         for position in positions:
             frames_of_chunk.setdefault(first + position.chunk, set()).add(position.frame)

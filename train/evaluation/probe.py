@@ -82,13 +82,13 @@ def probe_table(result: dict[str, Any]) -> Table:
                 f"({count_noun(finding['num_unseen_classes'], 'class', 'classes')} of label {finding['label']}): "
                 "always wrong"
             )
-    unseen = "; ".join(dict.fromkeys(notes))
+    unseen_note = "; ".join(dict.fromkeys(notes))
     protocol = protocol_of(
         result,
         count_noun(result["num_samples"], "clip"),
         bank=result["bank"],
         features=result["features"],
-        unseen=unseen,
+        unseen=unseen_note,
     )
     columns = ("top-1", "top-5", "mean class")
     return Table("Probes of frozen features", columns, tuple(rows), protocol, reference=MAJORITY)

@@ -190,8 +190,8 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
     weight_CD, bias_C = _solve(x_MD, target_M, num_classes=len(classes_C), decay=decay)
     error_MC = (x_MD @ weight_CD.T + bias_C).softmax(dim=1)
     error_MC[torch.arange(len(error_MC), device=error_MC.device), target_M] -= 1
-    by_weight = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
-    gradient = max(by_weight.abs().max().item(), error_MC.mean(dim=0).abs().max().item())
+    weight_gradient_CD = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
+    gradient = max(weight_gradient_CD.abs().max().item(), error_MC.mean(dim=0).abs().max().item())
     return LinearProbe(mean_D, scale_D, weight_CD, bias_C, classes_C, l2, gradient)
 
 

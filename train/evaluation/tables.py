@@ -265,8 +265,8 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
     """
     names, num = by_class["names"], by_class["num"]
     confusions: dict[int, list[tuple[int, int]]] = {}
-    for label, predicted, count in by_class["confused"]:
-        confusions.setdefault(label, []).append((predicted, count))
+    for label, predicted_class, count in by_class["confused"]:
+        confusions.setdefault(label, []).append((predicted_class, count))
     order = sorted((index for index in range(len(names)) if num[index]), key=lambda index: -num[index])
     rows = [
         {
@@ -290,8 +290,8 @@ def class_view(by_class: Mapping[str, Any]) -> dict[str, Any]:
         ]
         matrix.append({"name": names[index], "cells": cells, "others": num[index] - sum(row_counts)})
     pairs = [
-        {"name": names[label], "taken_for": names[predicted], "count": count, "share": count / num[label]}
-        for label, predicted, count in by_class["confused"][:_NUM_PAIRS]
+        {"name": names[label], "taken_for": names[predicted_class], "count": count, "share": count / num[label]}
+        for label, predicted_class, count in by_class["confused"][:_NUM_PAIRS]
     ]
     is_complete = len(matrix_classes) == len(order) and not any(row["others"] for row in matrix)
     return {

@@ -144,9 +144,9 @@ def _flash_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "flash (CPU)"
     # torch 2.11 and later can register a different implementation under the same name.
-    current = getattr(nn.attention, "current_flash_attention_impl", lambda: None)()
+    implementation = getattr(nn.attention, "current_flash_attention_impl", lambda: None)()
     version = getattr(nn.attention, "_get_flash_version", lambda: "2")()
-    return f"FlashAttention {re.sub('^FA', '', current) if current else version}"
+    return f"FlashAttention {re.sub('^FA', '', implementation) if implementation else version}"
 
 
 def cudnn_version() -> str:
@@ -163,7 +163,7 @@ CHOICE_FACT = "attention_choice"
 _AUTO_BACKENDS = ("xformers", "sdpa", "flash", "cudnn")
 # Fastest backend by compute capability of the GPU, such as {(9, 0): "cudnn"}, as measured by `python -m
 # benchmarks.gpu --first`. It is empty until a GPU has been measured.
-FASTEST: dict[tuple[int, int], AttentionChoice] = {}
+FASTEST_BACKENDS: dict[tuple[int, int], AttentionChoice] = {}
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
 
 
@@ -273,7 +273,7 @@ def _find_backend(
 ) -> tuple[AttentionChoice, str]:
     """Return the backend that `--attention auto` uses on a GPU, and the reason."""
     capability = torch.cuda.get_device_capability(device)
-    if (fastest := FASTEST.get(capability)) is not None:
+    if (fastest := FASTEST_BACKENDS.get(capability)) is not None:
         return fastest, f"the fastest on GPUs of compute capability {'.'.join(map(str, capability))}"
     attention = open_attention("auto", device_type=device.type)
     try:

@@ -95,8 +95,8 @@ class HuggingFace:
         output = model(**_image_arguments(model, images_BCHW))
         if (embeds := getattr(output, "image_embeds", None)) is not None:
             return embeds
-        pooled = getattr(output, "pooler_output", None)
-        return flatten_tokens(output.last_hidden_state).mean(1) if pooled is None else pooled.flatten(1)
+        pooled_output = getattr(output, "pooler_output", None)
+        return flatten_tokens(output.last_hidden_state).mean(1) if pooled_output is None else pooled_output.flatten(1)
 
     def tokens(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
         return flatten_tokens(model(**_image_arguments(model, images_BCHW)).last_hidden_state)
@@ -136,10 +136,10 @@ class HuggingFace:
         # SigLIP attends to padding, and CLIP is causal: neither needs a mask. On the meta device, a mask has no values.
         has_mask = not tokens_BL.is_meta and not config.model_type.startswith((_SIGLIP, "clip"))
         output = model(input_ids=tokens_BL, **({"attention_mask": mask_BL.to(torch.int64)} if has_mask else {}))
-        pooled = getattr(output, "text_embeds", None)
-        pooled = getattr(output, "pooler_output", None) if pooled is None else pooled
-        if pooling == "own" and pooled is not None:
-            return pooled
+        pooled_output = getattr(output, "text_embeds", None)
+        pooled_output = getattr(output, "pooler_output", None) if pooled_output is None else pooled_output
+        if pooling == "own" and pooled_output is not None:
+            return pooled_output
         x_BLD = output.last_hidden_state
         if pooling == "first":
             return x_BLD[:, 0]
@@ -198,9 +198,9 @@ class HuggingFace:
         limit = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         with torch.device("meta"):
             embeddings = getattr(_build_half(config, "text_config"), "embeddings", None)
-        first = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+        first_position = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
         # RoBERTa's positions start after the padding position.
-        return limit if limit is None or first is None else limit - first - 1
+        return limit if limit is None or first_position is None else limit - first_position - 1
 
     def hub_tokenizer(self, name: str) -> Any:
         """Return the tokenizer of a model as an object of transformers."""
@@ -303,8 +303,8 @@ def _convert_to_unit_values(processor: dict[str, Any], *, source: str) -> dict[s
             raise UserError(f"{source}: {key} is {value!r}, but must be {TRIPLE.format(limits)}", hint=_REPAIR_HINT)
         if value is not None:
             values[key] = [float(number) if is_plain else (number + shift) / scale for number in value]
-    plain = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
-    return {**processor, **{key: value for key, value in plain.items() if key in processor}, **values}
+    defaults = {"do_normalize": True, "do_rescale": True, "rescale_factor": 1 / _BYTE} | dict.fromkeys(_OFFSETS, False)
+    return {**processor, **{key: value for key, value in defaults.items() if key in processor}, **values}
 
 
 def is_triple(value: Any, limits: Range) -> bool:

@@ -46,7 +46,7 @@ from clipmill.train.models.text import Tokenize
 from clipmill.train.models.transformer import HasBlocks
 from clipmill.train.models.video_vit import VideoViTSize
 
-_LOCAL = "local-dir:"  # prefix of names that refer to a folder
+_LOCAL_PREFIX = "local-dir:"  # prefix of names that refer to a folder
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -96,8 +96,8 @@ class _OpenClip:
         # A folder specifies how pixels are normalised. A name does not, but all published weights with this name may
         # agree.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
-        if name.startswith(_LOCAL):
-            file = Path(name.removeprefix(_LOCAL)) / "open_clip_config.json"
+        if name.startswith(_LOCAL_PREFIX):
+            file = Path(name.removeprefix(_LOCAL_PREFIX)) / "open_clip_config.json"
             entries = [parse_json(file.read_text(encoding="utf-8")).get("preprocess_cfg") or {}]
         mean, std = (
             values.pop() if len(values := {tuple(entry.get(key) or default) for entry in entries}) == 1 else default
@@ -145,7 +145,7 @@ class _OpenClip:
                 config = open_clip.get_model_config(name)
             except (OSError, ValueError):
                 config = None
-        if not config and name.startswith(_LOCAL):
+        if not config and name.startswith(_LOCAL_PREFIX):
             raise UserError(
                 f"open_clip:{name}: the folder has no readable open_clip_config.json",
                 hint="use a folder that open_clip or train export --format open_clip wrote",
@@ -166,7 +166,7 @@ class _Timm:
         import timm
         from timm.data import infer_imagenet_subset
 
-        if not name.startswith(_LOCAL) and not timm.is_model(name):
+        if not name.startswith(_LOCAL_PREFIX) and not timm.is_model(name):
             raise unknown_name_error(f"timm:{name}", timm.list_models())
         try:
             with torch.device("meta"):
@@ -175,7 +175,7 @@ class _Timm:
         except (RuntimeError, OSError, ValueError) as error:
             tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
             hint = f"use one of these tags: {', '.join(tags)}" if tags else "use a name without a tag"
-            if name.startswith(_LOCAL):
+            if name.startswith(_LOCAL_PREFIX):
                 hint = "use a folder with timm's config.json, such as train export --format timm writes"
             raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
 
@@ -256,12 +256,12 @@ def image_outline(reference: str, size_px: int) -> Outline:
         try:
             embedding, tokens = library.embed(model, images), library.tokens(model, images)
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-            native = preprocessing_of(reference).size_px
-            if native in (None, size_px):
+            native_px = preprocessing_of(reference).size_px
+            if native_px in (None, size_px):
                 raise _tower_error(reference, "an image", error) from error
             raise UserError(
-                f"--size-px is {size_px}, but {reference} takes images of {native} px",
-                hint=f"use --size-px {native}",
+                f"--size-px is {size_px}, but {reference} takes images of {native_px} px",
+                hint=f"use --size-px {native_px}",
                 flags=("--size-px",),
             ) from error
     num_tokens, token_width = tokens.shape[1:]

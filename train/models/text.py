@@ -115,8 +115,8 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
     def tokenize(text: str) -> NDArray[np.int64]:
         # In printable ASCII without HTML entities, cleaning changes only case and white space.
         is_plain = text.isascii() and text.isprintable() and "&" not in text
-        clean = text.lower() if is_plain else tokenizer.clean_fn(text)
-        ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: context_length - 1]
+        clean_text = text.lower() if is_plain else tokenizer.clean_fn(text)
+        ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean_text.split()))][: context_length - 1]
         tokens = np.zeros(context_length, np.int64)
         tokens[: len(ids)] = ids
         tokens[len(ids)] = tokenizer.eot_token_id

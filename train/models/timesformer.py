@@ -90,8 +90,8 @@ class DividedBlock(nn.Module):
         layer = partial(attention.product, bias=attention.in_proj_bias)
         qkv = linear_of(layer, self._normalize_frames, class_B1D, x_BND)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
-        added = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))
-        class_BT1D, patches_BTPD = added.split([1, added.shape[2] - 1], dim=2)
+        outputs = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))
+        class_BT1D, patches_BTPD = outputs.split([1, outputs.shape[2] - 1], dim=2)
         class_B1D = class_B1D + _scale(class_BT1D.mean(1), factors_B11)
         factors_B111 = None if factors_B11 is None else factors_B11[:, None]
         x_BTPD = x_BND.unflatten(1, (self.num_frames, -1)) + _scale(patches_BTPD, factors_B111)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Name suffixes of the matrices A and B in clipmill's layers, and in peft's layers, which adapt modules from libraries.
 _SUFFIXES = ((".lora.A", ".lora.B"), (".lora_A.default.weight", ".lora_B.default.weight"))
 # Name prefix of a language model. Its adapters are not merged but exported separately. Some of its matrices are [I, O].
-_LANGUAGE = "decoder."
+_LANGUAGE_PREFIX = "decoder."
 
 
 class LowRank(nn.Module):
@@ -141,7 +141,7 @@ def peft_config(
     *,
     blocks: Iterable[nn.Module],
     frozen_ids: Collection[int] = (),
-    transposed: tuple[type[nn.Module], ...] = (),
+    transposed_classes: tuple[type[nn.Module], ...] = (),
     **options: Any,
 ) -> "LoraConfig":
     """Return peft's configuration of adapters for the linear layers and attention in the blocks of a library's module.
@@ -151,7 +151,7 @@ def peft_config(
         lora: Settings of the adapters.
         blocks: Blocks of the module.
         frozen_ids: IDs of parameters whose layers get no adapters, as in `add_adapters`.
-        transposed: Classes of linear layers with a matrix [I, O].
+        transposed_classes: Classes of linear layers with a matrix [I, O].
         options: Additional arguments for peft.
 
     Raises:
@@ -165,7 +165,9 @@ def peft_config(
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_attention = isinstance(module, nn.MultiheadAttention)
-        if id(module) not in block_modules or not (is_attention or isinstance(module, (nn.Linear, *transposed))):
+        if id(module) not in block_modules or not (
+            is_attention or isinstance(module, (nn.Linear, *transposed_classes))
+        ):
             continue
         matrix = module.in_proj_weight if is_attention else module.weight
         target: Target = "attention" if is_attention or "attn" in name.lower() or "attention" in name.lower() else "mlp"
@@ -184,7 +186,7 @@ def peft_config(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
         target_modules=list(layers),
-        fan_in_fan_out=any(isinstance(layer, transposed) for layer in layers.values()),
+        fan_in_fan_out=any(isinstance(layer, transposed_classes) for layer in layers.values()),
         **options,
     )
 
@@ -209,9 +211,9 @@ def remove_adapters(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         if isinstance(module, Adaptable):
             module.lora = None
-        for name, child in [] if path.startswith(_LANGUAGE) else list(module.named_children()):
-            while hasattr(child, "lora_A") and isinstance(inner := getattr(child, "base_layer", None), nn.Module):
-                child = inner  # layer that peft has wrapped
+        for name, child in [] if path.startswith(_LANGUAGE_PREFIX) else list(module.named_children()):
+            while hasattr(child, "lora_A") and isinstance(inner_layer := getattr(child, "base_layer", None), nn.Module):
+                child = inner_layer  # layer that peft has wrapped
                 setattr(module, name, child)
 
 
@@ -220,7 +222,7 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
 
     The adapters of a language model are not merged.
     """
-    language_names = {name for name in tensors if name.startswith(_LANGUAGE) and name.endswith(_SUFFIXES[1])}
+    language_names = {name for name in tensors if name.startswith(_LANGUAGE_PREFIX) and name.endswith(_SUFFIXES[1])}
     suffixes = tuple(chain(*_SUFFIXES))
     merged_tensors = {
         name: tensor for name, tensor in tensors.items() if name in language_names or not name.endswith(suffixes)

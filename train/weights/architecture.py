@@ -54,9 +54,10 @@ def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     return DualEncoderSize(video=video, text=text, embedding_width=width)
 
 
-def _refuse(source: Source, tower: str, actual: str, configured: str) -> NoReturn:
+def _refuse(source: Source, tower: str, actual_text: str, configured_text: str) -> NoReturn:
     raise UserError(
-        f"{source.title}: the {tower} tower of the weights has {actual}, but the configuration says {configured}",
+        f"{source.title}: the {tower} tower of the weights has {actual_text}, but the configuration says "
+        f"{configured_text}",
         hint="download both files again: one of them is truncated, or belongs to a different model",
     )
 
@@ -97,8 +98,8 @@ def frame_px_of(source: Source, *, default: int) -> int:
 
 def num_frames_of(source: Source, *, default: int) -> int:
     """Return the number of frames that the weights' temporal embedding covers; `default` if they have no embedding."""
-    temporal = source.converted.tensors.get(TEMPORAL_EMBEDDING)
-    return default if temporal is None else len(temporal) * (source.tubelet or 1)
+    embedding = source.converted.tensors.get(TEMPORAL_EMBEDDING)
+    return default if embedding is None else len(embedding) * (source.tubelet or 1)
 
 
 _LOG_SCALE, _TEMPERATURE, _BIAS = "objective.logit_scale", "objective.temperature", "objective.logit_bias"

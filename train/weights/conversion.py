@@ -68,9 +68,6 @@ class SourceFacts:
     remarks: tuple[str, ...] = ()
 
 
-_UNKNOWN = SourceFacts()
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertedStateDict:
     """State dict with our names.

@@ -63,21 +63,21 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
     """
     from safetensors import SafetensorError
 
-    temporary = out.parent / f"{TEMPORARY_PREFIX}{out.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary_folder = out.parent / f"{TEMPORARY_PREFIX}{out.name}"
+    shutil.rmtree(temporary_folder, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for path in temporary.rglob("*"):
+        temporary_folder.mkdir(parents=True)
+        write(temporary_folder)
+        for path in temporary_folder.rglob("*"):
             sync(path)
-        sync(temporary)
-        temporary.replace(out)
+        sync(temporary_folder)
+        temporary_folder.replace(out)
         sync(out.parent)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises a RuntimeError on a full disk
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot write {out}: {reason}", hint="use a different --out") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
 def save_json(path: Path, value: Any) -> None:

@@ -258,9 +258,10 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
                 hint="save the model as safetensors, with model.save_pretrained(FOLDER) from transformers",
             )
         tensors |= read_tensors(index.with_name(name))
-    if missing := shard_of.keys() - tensors.keys():
+    if missing_names := shard_of.keys() - tensors.keys():
         raise UserError(
-            f"the shards of {index} lack {len(missing)} of the {len(shard_of)} listed tensors, such as {min(missing)}",
+            f"the shards of {index} lack {len(missing_names)} of the {len(shard_of)} listed tensors, such as "
+            f"{min(missing_names)}",
             hint=_DOWNLOAD_AGAIN,
         )
     return tensors

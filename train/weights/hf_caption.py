@@ -222,11 +222,11 @@ def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
 
 def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
     """Raise a UserError for a value that our models do not support; `values` lists the supported values by name."""
-    for name, supported in values.items():
-        if getattr(config, name) not in supported:
+    for name, supported_values in values.items():
+        if getattr(config, name) not in supported_values:
             raise UserError(
                 f"{source}: {name} is {getattr(config, name)!r}, which clipmill's models do not support",
-                hint=f"use weights with {' or '.join(map(repr, supported))}",
+                hint=f"use weights with {' or '.join(map(repr, supported_values))}",
             )
 
 
@@ -264,7 +264,7 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
 _VIDEO, _TEXT = "video.transformer.resblocks.N", "decoder.transformer.resblocks.N"
 _LAYER, _H = "encoder.encoder.layer.N", "decoder.transformer.h.N"
 # Number of leading dimensions of size 1 that the foreign tensor has and our tensor lacks.
-_LEADING = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
+_NUM_LEADING_DIMS = {"video.class_embedding": 2, "video.positional_embedding": 1, "video.temporal_embedding": 1}
 
 
 def _complete_name(name: str) -> str:
@@ -322,8 +322,12 @@ NAMES = NameTable(
         *("lm_head.weight", "classifier.weight", "classifier.bias"),
     ),
     canonical=_complete_name,
-    to_ours=lambda name, tensor: tensor.flatten(0, _LEADING[name]) if name in _LEADING else _transpose(name, tensor),
-    to_theirs=lambda name, tensor: tensor[(None,) * _LEADING[name]] if name in _LEADING else _transpose(name, tensor),
+    to_ours=lambda name, tensor: (
+        tensor.flatten(0, _NUM_LEADING_DIMS[name]) if name in _NUM_LEADING_DIMS else _transpose(name, tensor)
+    ),
+    to_theirs=lambda name, tensor: (
+        tensor[(None,) * _NUM_LEADING_DIMS[name]] if name in _NUM_LEADING_DIMS else _transpose(name, tensor)
+    ),
 )
 from_hf_caption, to_hf_caption = NAMES.read, NAMES.write
 

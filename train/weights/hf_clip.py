@@ -155,10 +155,10 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
     from open_clip.tokenizer import SimpleTokenizer
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    original = SimpleTokenizer()
-    start, end = (original.decoder[index] for index in (original.sot_token_id, original.eot_token_id))
-    merges = list(original.bpe_ranks)
-    bpe = models.BPE(original.encoder, merges, unk_token=end, continuing_subword_prefix="", end_of_word_suffix="</w>")
+    simple_bpe = SimpleTokenizer()
+    start, end = (simple_bpe.decoder[index] for index in (simple_bpe.sot_token_id, simple_bpe.eot_token_id))
+    merges = list(simple_bpe.bpe_ranks)
+    bpe = models.BPE(simple_bpe.encoder, merges, unk_token=end, continuing_subword_prefix="", end_of_word_suffix="</w>")
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = cleaning_normalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -169,20 +169,20 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
     )
     # open_clip looks for these tokens in the cleaned text, which is what `normalized` means.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
-    ends = (end, original.eot_token_id), (start, original.sot_token_id)
+    ends = (end, simple_bpe.eot_token_id), (start, simple_bpe.sot_token_id)
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteLevel(), decoders.Replace("</w>", " "), decoders.Strip(" ", 0, 1)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
+    special_tokens = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
     config = {
-        **special,
+        **special_tokens,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    save_json(folder / "special_tokens_map.json", special)
+    save_json(folder / "special_tokens_map.json", special_tokens)
     save_json(folder / "tokenizer_config.json", config)
 
 
@@ -203,11 +203,11 @@ HF_CLIP = Format(
 #
 # - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics;
 # - HTML entities in a text with "<", where ftfy keeps the quotes and ligatures that the entities stand for;
-# - numeric character references outside of `_REFERENCED`, and HTML that was escaped repeatedly without semicolons.
+# - numeric character references outside of `_REFERENCES`, and HTML that was escaped repeatedly without semicolons.
 
 # Code points whose numeric references are replaced: Latin letters, punctuation, symbols, and emoji. Each code point
 # adds a replacement, which costs time for every text.
-_REFERENCED = (
+_REFERENCES = (
     *(range(32, 0x180), range(0x2000, 0x2070), range(0x20A0, 0x20C0), range(0x2100, 0x2150)),
     *(range(0x2600, 0x27C0), range(0x1F300, 0x1F650)),
 )
@@ -242,7 +242,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
     for name, value in {**{f"&{name}": value for name, value in html5.items()}, **chardata.HTML_ENTITIES}.items():
         if name.endswith(";") and value != _AMPERSAND:
             patterns[value].append(re.escape(name))
-    for number in (number for numbers in _REFERENCED for number in numbers):
+    for number in (number for numbers in _REFERENCES for number in numbers):
         value = html.unescape(f"&#{number};")
         patterns[value] += [f"&#0*{number}(?![0-9]);?", f"&#[xX]0*(?i:{number:x})(?![0-9a-fA-F]);?"]
     for value, alternatives in patterns.items():

@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
 # Parts that weights of image models lack -> their initialisation, as the reason in the table of changes.
-_CREATED = {
+_INITIALISATIONS = {
     TEMPORAL_EMBEDDING: "initialised according to --towers.temporal",
     "video.view_embedding": "--towers.views concat: initialised to zero",
     ".temporal_attn.": "--towers.attention divided: attention over time, which initially adds nothing",
@@ -101,7 +101,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     num_copied = 0
     for name, new in shapes.items():
         if name not in source.tensors:
-            why = next((reason for part, reason in _CREATED.items() if part in name), "")
+            why = next((reason for part, reason in _INITIALISATIONS.items() if part in name), "")
             changes.append(Change(kind="created" if why else "missing", name=name, new=new, why=why))
             continue
         tensor = source.tensors[name]
@@ -259,11 +259,11 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     # Compare only floating-point tensors (no counters), and each tied tensor only under its first name. Drop the other
     # names of tied tensors, which the weights of a run also contain.
     model_shapes: dict[str, Shape] = {}
-    seen = set[int]()
+    seen_ids = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and id(tensor) not in seen:
+        if tensor.is_floating_point() and id(tensor) not in seen_ids:
             model_shapes[name] = tuple(tensor.shape)
-            seen.add(id(tensor))
+            seen_ids.add(id(tensor))
     second_names = model.state_dict().keys() - model_shapes.keys()
     tensors = {name: tensor for name, tensor in source.converted.tensors.items() if name not in second_names}
     source = replace(source, converted=replace(source.converted, tensors=tensors))
@@ -433,7 +433,7 @@ def _describe_architecture(shapes: Mapping[str, Shape]) -> str:
 
 
 def _find_hint(
-    unexplained: Sequence[Change],
+    unexplained_changes: Sequence[Change],
     facts: SourceFacts,
     *,
     source_shapes: Mapping[str, Shape],
@@ -447,12 +447,12 @@ def _find_hint(
         )
     convs = (source_shapes.get(CONV, ()), model_shapes.get(CONV, ()))
     cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]
-    if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
+    if cubes[0] != cubes[1] and {change.name for change in unexplained_changes} == {CONV}:
         return f"use --towers.tubelet {cubes[0]}, the number of frames per cube in the weights"
     if (
         _TOKENS in source_shapes
         and _TOKENS in model_shapes
-        and all(change.name.startswith(_CAPTIONER_PARTS) for change in unexplained)
+        and all(change.name.startswith(_CAPTIONER_PARTS) for change in unexplained_changes)
     ):
         num_tokens, width = source_shapes[_TOKENS]
         context, depth = (
@@ -466,11 +466,11 @@ def _find_hint(
     depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, model_shapes)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, as in the weights"
-    parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
+    parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained_changes}
     if "" not in parts and not all(depths):
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
         return f"use --init.allow {patterns} to continue without these parts, which only some tasks have"
-    if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained):
+    if all(change.kind == "reshaped" and ".mlp." in change.name for change in unexplained_changes):
         alternative = "weights with MLPs that are 4 times as wide as their tower, as in the model"
     else:
         flags = _size_flags(source_shapes, model_shapes, facts)

@@ -192,8 +192,8 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
         facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     except UserError:
         # The model's default configuration has GELU, even if the weights were trained with QuickGELU.
-        quick = f"{name}-quickgelu"
-        model_name = quick if entry.get("quick_gelu") and open_clip.get_model_config(quick) else name
+        quick_name = f"{name}-quickgelu"
+        model_name = quick_name if entry.get("quick_gelu") and open_clip.get_model_config(quick_name) else name
         return DualEncoderTowers(image=f"open_clip:{model_name}", text=f"open_clip:{model_name}")
     return None
 

@@ -346,8 +346,8 @@ def paired_tensors(video: ConvertedStateDict, text: ConvertedStateDict, *, title
         raise UserError(f"{title} has no text tower", hint="pass weights with a text tower to --init.text")
 
     def merge_towers(video_values: Mapping[str, Any], text_values: Mapping[str, Any]) -> dict[str, Any]:
-        merged = {name: value for name, value in video_values.items() if _root(name) not in TEXT_COMPONENTS}
-        return merged | {
+        merged_values = {name: value for name, value in video_values.items() if _root(name) not in TEXT_COMPONENTS}
+        return merged_values | {
             name: value for name, value in text_values.items() if _root(name) in TEXT_COMPONENTS and name != LOGIT_SCALE
         }
 

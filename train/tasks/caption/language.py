@@ -253,7 +253,7 @@ def add_language_adapters(decoder: "PreTrainedModel", lora: Lora) -> None:
     from transformers.pytorch_utils import Conv1D
 
     blocks = language_blocks(decoder)
-    decoder.add_adapter(peft_config(decoder, lora, blocks=blocks, transposed=(Conv1D,), task_type="CAUSAL_LM"))
+    decoder.add_adapter(peft_config(decoder, lora, blocks=blocks, transposed_classes=(Conv1D,), task_type="CAUSAL_LM"))
 
 
 LANGUAGE_FOLDER = "language_model"
