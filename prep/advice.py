@@ -6,7 +6,7 @@ The estimate is an inequality, which is evaluated for each way of reading a clip
 
 B is the batch size in clips, b the number of bytes read for a clip, rho the bytes per second of video, T the chunk
 length in seconds, S_r the read speed of the disk in bytes per second, and delta the duration of a training step in
-seconds, without waiting for data. The bytes of a clip's packets, or of a segment of latents, do not depend on T.
+seconds, excluding the wait for data. The bytes of a clip's packets, or of a segment of latents, do not depend on T.
 
 If N nodes read the same disk, B is the total batch size of all nodes, and S_r is the total speed that the disk delivers
 to all nodes. A single node may measure less than this speed, for example because of its network link. S_r is therefore
@@ -58,7 +58,7 @@ class Load:
 
     Attributes:
         batch: Total number of clips per step on all nodes (B).
-        step_s: Duration of a step in seconds, without waiting for data (delta).
+        step_s: Duration of a step in seconds, excluding the wait for data (delta).
         read_bytes_per_s: Read speed in bytes per second (S_r), measured by one node or specified for all nodes.
         video_bytes_per_s: Bytes of chunks per second of video (rho), or bytes of latents if training reads latents.
         chunk_s: Chunk length in seconds (T).
@@ -228,8 +228,8 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
         headroom, nodes, chunk_limit = load.headroom(way), count_noun(load.num_nodes, "node"), ""
         if way == WHOLE_CHUNKS:
             chunk_limit = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
-        # If one of several nodes measured the speed, all nodes together get between this speed and this speed times the
-        # number of nodes, so there are three possible verdicts.
+        # If one of several nodes measured the speed, the total speed of all nodes is between this speed and this speed
+        # times the number of nodes, so there are three possible verdicts.
         if headroom >= 1:
             condition = (
                 "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
@@ -441,7 +441,7 @@ class RunSteps:
     """Step statistics of a training run.
 
     Attributes:
-        step_s: Median duration of a step in seconds, without waiting for data.
+        step_s: Median duration of a step in seconds, excluding the wait for data.
         num_steps: Number of steps over which the median is taken.
         batch: Total number of clips per step of all processes; None if unknown.
         num_readers: Number of processes that read data (all processes, or the first stage of each pipeline); None if

@@ -23,7 +23,7 @@ from pathlib import Path
 
 _PACKAGES = ("clipmill.manifests", "clipmill.prep", "clipmill.shards")
 _TOKEN_NAME = "workers"
-_PACKAGE_HINT = "install it, or correct `package` in its ColumnSpec: the name by which it is imported"
+_PACKAGE_HINT = "install the package, or correct `package`, its import name, in the ColumnSpec"
 _LAG_LIMIT_S = 5.0  # time limit for the token to become visible on other machines; shared disks may lag
 
 
@@ -84,11 +84,11 @@ class Ticket:
             token = self.token_file.read_text()
         except FileNotFoundError:
             problem = "is a different folder" if folder.is_dir() else "does not exist"
-            return f"the data folder is not shared: {folder} {problem} there"
+            return f"the data folder is not shared: on this machine, {folder} {problem}"
         except (OSError, UnicodeDecodeError) as error:
             return f"cannot read {folder}: {getattr(error, 'strerror', None) or error}"
         if token != self.token:
-            return f"the data folder is not shared: {folder} is a different folder there"
+            return f"the data folder is not shared: on this machine, {folder} is a different folder"
         return None if os.access(folder, os.W_OK | os.X_OK) else f"cannot write to {folder}"
 
 

@@ -14,7 +14,7 @@ _BYTES_PER_GB = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Execution(Checked):
-    """Settings of the Ray engine, which do not affect the stored bytes."""
+    """Settings of the Ray engine. They do not affect the stored bytes."""
 
     task_cpus: Annotated[float | None, CLUSTER, RARE, Range(above=0, below=10_000)] = None
     """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""

@@ -6,7 +6,7 @@ stops it at the end. With an address, the command joins a cluster, whose nodes n
 and the data folder at the same path. Every worker is checked before its first task. The check is sent by value. The
 function and the task are not unpickled until the worker has passed the check. A node that fails the check is excluded.
 
-Ray terminates the process in which it runs when it loses the cluster. The engine therefore runs in a separate process
+When Ray loses the cluster, it terminates the process in which it runs. The engine therefore runs in a separate process
 (`IsolatedEngine`): the command survives and reports the loss, and Ray cannot print to the command's output.
 
 Anyone who can send work to a Ray instance can run code as its user. A private instance therefore listens only on the
@@ -196,7 +196,7 @@ def import_ray() -> Any:
 START_LIMIT_S = 60.0  # time limit for Ray to start on this machine; on an idle machine, the start takes 5 s
 _CONNECTION_LIMIT_S = 10.0
 _START_HINT = "start a cluster with `ray start --head`, or use --engine processes to run only on this machine"
-_TOKEN_HINT = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token as on the nodes of the cluster"
+_TOKEN_HINT = "set RAY_AUTH_MODE=token, and use the same RAY_AUTH_TOKEN or ~/.ray/auth_token as the cluster's nodes"
 _VERSION_HINT = "install the same versions of Python and Ray on this machine and on every node"
 
 
@@ -234,12 +234,12 @@ def connect(ray: Any, address: str | None, *, num_cpus: int | None = None) -> No
                 ) from None
             raise FailedWork(  # for example, one of its processes was killed
                 f"Ray did not start on this machine: {first_line(error).rstrip('.')}; run the same command again, "
-                "or with --engine processes"
+                "or use --engine processes"
             ) from None
         send_agents(ray)
         return
     try:
-        # Connect first: Ray would retry for minutes if the cluster does not respond, or if it refuses the token.
+        # Test the connection first: Ray retries for minutes if the cluster does not respond or refuses the token.
         server = address
         if address == "auto":  # the cluster that was started last on this machine; it may have ended
             server = ray._private.services.canonicalize_bootstrap_address_or_die(address)
@@ -319,7 +319,7 @@ def running_processes() -> "list[tuple[int, int, str]]":
     """Return (PID, PID of the parent, start time in ticks) of all processes."""
     processes = []
     for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):  # the folder is not a process, or the process has ended
+        with suppress(OSError, ValueError):  # the folder does not describe a process, or the process has ended
             pid = int(folder.name)
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             processes.append((pid, int(fields[1]), fields[19]))
@@ -454,7 +454,7 @@ def _end(process: SpawnProcess) -> None:
 
 
 def _start_failure(name: str, reason: str) -> FailedWork:
-    return FailedWork(f"{name} did not start {reason}; run the same command again, or with --engine processes")
+    return FailedWork(f"{name} did not start {reason}; run the same command again, or use --engine processes")
 
 
 def _receive(pipe: Connection, process: SpawnProcess, *, name: str, is_starting: bool = False) -> tuple[str, Any]:

@@ -88,9 +88,9 @@ class DiffusionPipeFlags(TrainerFlags):
     """Flags of `prep export diffusion-pipe`."""
 
     model: str | None = None
-    """Name of the model in diffusion-pipe, which is also the name of its folder in the cache. Default: wan, wan2.2_5b,
-    hunyuan-video or hunyuan_video_1.5, depending on the latents. Required for LTX-Video: the name of the file in
-    single_file_path, without .safetensors."""
+    """Name of the model in diffusion-pipe, and of its folder in the cache. Default: wan, wan2.2_5b, hunyuan-video or
+    hunyuan_video_1.5, depending on the latents. Required for LTX-Video: the name of the file in single_file_path,
+    without .safetensors."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the model is not a valid folder name."""

@@ -37,7 +37,7 @@ class SourceFacts:
     Attributes:
         fingerprint: SHA-256 (hex) over the size and the first and last MiB.
         size_bytes: Size of the file.
-        end_s: End of the last video frame in seconds from the container's start, as players show it.
+        end_s: End of the last video frame in seconds from the container's start, as shown by players.
         fps: Frame rate in frames per second; the average if it varies.
         width: Display width in pixels, after rotation and with square pixels.
         height: Display height in pixels, after rotation and with square pixels.

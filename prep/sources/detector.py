@@ -21,7 +21,7 @@ class Detector:
         name: Name of the detector.
         threshold: Change between frames above which the detector reports a cut, in the detector's own unit.
         min_scene_frames: Minimum number of frames between two cuts.
-        fps: Frame rate of the compared frames, which is the rate of the chunks.
+        fps: Frame rate of the compared frames, equal to the frame rate of the chunks.
     """
 
     name: DetectorName

@@ -1,7 +1,7 @@
 """Probe many sources in separate processes, so that a problem with one source does not affect the others.
 
-A hostile or damaged file can make its reader process crash or use all memory, and a dead mount can block it forever. A
-reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
+A hostile or damaged file can make its reader process crash or use all memory. A dead mount can block a reader forever.
+A reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
 ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
 after all other sources, when no other reader runs. The source fails only if its reader ends two more times. A new
 reader continues with the next sources. A process that is blocked inside the kernel, where even SIGKILL cannot end it,

@@ -47,7 +47,7 @@ def read_shots(data_dir: Path) -> pa.Table:
     """Return the stored shots (schema SHOTS); empty if they are missing or damaged.
 
     Raises:
-        OSError: The file exists but cannot be read now. It must not be discarded, because it took hours to compute.
+        OSError: The file exists but cannot be read now. The file must not be discarded, because it took hours to make.
     """
     path = data_dir / SHOTS_FILE
     try:

@@ -2,7 +2,7 @@
 
 A cut is the index of an output frame. Output frame `n` shows the last source frame whose time, rounded to output
 frames, is at most `n`; before the first source frame, it shows the first source frame. This is the rule of ffmpeg's fps
-filter, which encodes the chunks.
+filter, which selects the frames of the chunks.
 """
 
 from collections.abc import Iterator

@@ -242,8 +242,8 @@ def read_probes(
         columns: Names of the columns to return; None for all.
 
     Raises:
-        OSError: The file exists but cannot be read now. It must not be discarded, because it may contain properties of
-            vanished sources.
+        OSError: The file exists but cannot be read now. The file must not be discarded, because it may contain
+            properties of vanished sources.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -353,7 +353,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Prober:
-    """Prober of sources. The fields are arguments of `probe_sources`, which describes them."""
+    """Reader of sources without a reusable probe. `probe_sources` has the same arguments, and describes them."""
 
     num_workers: int
     retry_failed: bool
@@ -519,7 +519,7 @@ def _probe_rows(
 
 def _rows_of(paths: pa.ChunkedArray, *, known_paths: pa.ChunkedArray) -> np.ndarray:
     """Return the row of each path in `known_paths`, int64; -1 if it is missing."""
-    if known_paths.equals(paths):  # the usual case, without a lookup table, which takes 200 MB for a million paths
+    if known_paths.equals(paths):  # the usual case needs no lookup table, which takes 200 MB for a million paths
         return np.arange(len(paths))
     return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known_paths), -1)).astype(np.int64)
 

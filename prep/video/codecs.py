@@ -5,7 +5,7 @@ frames and the settings. GOP layouts, with frames in display order:
 
     comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. A frame
             requires only the key frame, the P frames before it in decoding order, and its own packet
-    star    a comb with a single P frame; to decode any frame, at most three frames are decoded
+    star    a comb with a single P frame; to obtain any frame, at most three frames are decoded
     closed  a closed GOP; the encoder chooses its frame types
     intra   every frame is a key frame
 
@@ -32,8 +32,8 @@ COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 consecutive B frames
 
-# Lookahead of the preset `faster`, in frames. The lookahead of quicker presets is shorter than the distance between
-# P frames, which costs 0.6 dB at the same file size.
+# Lookahead of the preset `faster`, in frames. A lookahead shorter than the distance between P frames, as in quicker
+# presets, costs 0.6 dB at the same file size.
 _COMB_LOOKAHEAD = 20
 
 Arguments = dict[str, str | int]
@@ -311,7 +311,7 @@ def slice_reader(codec: str, extradata: bytes) -> "Callable[[Packet | bytes], in
 
 
 def is_reference(codec: str, header: int | None) -> bool:
-    """Return True if other frames may reference a frame, given the header of its first slice; True if it is unknown."""
+    """Return True if other frames may reference a frame, or if the header of its first slice is unknown (None)."""
     if header is None:
         return True
     if codec == "h264":

@@ -97,7 +97,8 @@ class PacketFacts:
     """Properties of a chunk, named like the fields of the index. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: Byte offset of each packet in the chunk's file; in a source file, relative to the chunk's start.
+        packet_offset: Byte offset of each packet in the chunk's file; for an indexed chunk, relative to its first byte
+            in the source file.
         packet_size: Size of each packet in bytes.
         packet_frame: Presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE flags (clipmill.shards.format) of each packet.
@@ -262,7 +263,7 @@ class _FirstFrameDropped(Exception):
 def span_arguments(
     source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str, reach: int = 1
 ) -> list[str]:
-    """Return the ffmpeg command for one span, which must run in an empty folder.
+    """Return the ffmpeg command for one span. The command must run in an empty folder.
 
     Args:
         reach: Factor for the distance before the span at which the pass starts reading; usually 1.
@@ -490,7 +491,7 @@ def check_frames(times_s: np.ndarray, packets_s: np.ndarray, *, span: Span, fps:
             FailureCode.SOURCE_TRUNCATED,
             f"truncated: span {span.index} has {len(times_s)} of the {span.num_frames} frames that the header implies",
         )
-    # An output frame is wrong if its source frame begins after it, or if a newer source frame should be visible.
+    # An output frame is wrong if its source frame begins too late, or if a newer source frame should be visible.
     due_s, half_s = _due_s(times_s, span=span, fps=fps), float(1 / (2 * fps))
     is_wrong = is_late(times_s, span=span, fps=fps)
     if span.index == 0:

@@ -6,7 +6,8 @@ in the imageio-ffmpeg wheel.
 `require_success` maps ffmpeg's standard error to failure codes, with a one-line message that is identical in every run.
 An exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and
 encodes the readable part. On the other hand, most lines at level `error` are harmless, for example when decoding starts
-in an open GOP after a seek. Therefore a run with exit status 0 fails only if it prints a line that matches `_LOSSES`.
+in an open GOP after a seek. Therefore a run with exit status 0 counts as failed only if ffmpeg prints a line that
+matches `_LOSSES`.
 """
 
 import errno

@@ -66,7 +66,7 @@ _ROWS_AT_ONCE = 1 << 16
 _HELD_REASON = "kept, because a source cannot be read and its duration is unknown"
 _HELD_SHOTS_REASON = "kept, because the duration or the shots of a source are unknown"
 _COMPARED_STATES = (ShardState.CHANGED, ShardState.RETRY)
-_RETURNED_VIDEOS = "videos that returned, were renamed or moved"
+_RETURNED_VIDEOS = "videos that returned, were renamed, or were moved"
 _Tars = Mapping[str, tuple[StoredTar, float]]  # by span fingerprint: tar with the chunks, and their mean size in bytes
 _COLUMNS = ("video_id", SPAN_COLUMN)
 
@@ -156,12 +156,12 @@ class Plan:
     """All shards that the manifest requires under one recipe.
 
     Attributes:
-        layout: Layout that assigns every span to a shard. It must be written before the work begins.
+        layout: Layout that assigns every span to a shard. The layout must be written before the work begins.
         shards: Shards, in the order of their IDs.
         num_unusable: Number of unusable videos by failure code, according to their probes or to the detection of their
             shots. A video whose source was readable earlier is not counted: its existing chunks are kept, and each of
             its missing chunks will be recorded as a failure.
-        shots: Known shots of the videos, and the videos without known shots; None with `--cut even`.
+        shots: Known shots of the videos, and the videos whose shots are unknown; None with `--cut even`.
         cutting: Division of all videos into chunks.
         probes: Probes of the videos, one row per video.
         num_frames: Number of output frames of each video, int64; 0 if it is unusable.
@@ -265,7 +265,7 @@ class Plan:
             yield Failure(video["video_id"], None, reason["code"], f"{video['path']}: {reason['message']}")
 
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
-        """Return the number of videos with notes on unusual properties, and the first videos' notes by video ID."""
+        """Return the number of videos with notes on unusual properties, and the notes of the first videos, by ID."""
         rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self.probes["notes"], ""), False)))
         first = pa.array(rows[:max_videos])
         notes = (text.splitlines() for text in self.probes["notes"].take(first).to_pylist())
@@ -277,11 +277,11 @@ class Plan:
 
     @property
     def num_with_audio(self) -> int:
-        """Number of videos with audio, which `--audio drop` omits."""
+        """Number of videos with audio; `--audio drop` omits the audio."""
         return pc.sum(pc.greater(self.probes["num_audio"], 0)).as_py() or 0
 
     def workload(self, rows: np.ndarray) -> Workload:
-        """Return the encoding work of the spans in the given rows."""
+        """Return the workload of encoding the spans in the given rows."""
         videos = self.video_rows[rows]
         frames = self.cutting.span_frames(videos, self._span_index[rows])
         columns = (np.asarray(self.probes[name])[videos] for name in ("width", "height", "fps"))
@@ -369,7 +369,7 @@ class Plan:
         )
 
     def _descriptions(self, bounds: np.ndarray) -> Iterator[memoryview]:
-        """Yield the part of each shard's fingerprint that describes its spans: bytes with one line per span.
+        """Yield a description of each shard's spans for the shard's fingerprint: bytes with one line per span.
 
         Args:
             bounds: First row of each shard, followed by the total number of rows.

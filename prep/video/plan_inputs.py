@@ -73,7 +73,7 @@ class PlanWithInputs:
         shots: Stored shots (clipmill.prep.sources.shot_table.SHOTS); None with `--cut even`.
         retry_codes: Codes of failures to retry even if nothing changed.
         changes: Differences between the shards to write and the stored shards, by shard ID.
-        detection: Result of the shot detection; None if `add_missing_shots` has not run it.
+        detection: Result of the shot detection; None if no shots were detected for this plan.
         read_again: IDs of the videos whose unchanged source was read again and failed again.
     """
 
@@ -120,7 +120,7 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. If an engine is passed, the caller must hold the column's lock.
 
     Args:
-        retry_codes: Codes of failures to retry even if nothing changed. If it is not empty, failed sources are probed
+        retry_codes: Codes of failures to retry even if nothing changed. If there are any, failed sources are probed
             again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
         part_run: Part of a run in which all parts share the probing; None for a command without `--part`.
@@ -414,7 +414,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     if not has_manifest(data_dir):
         raise UserError(
             f"{data_dir} has no manifest, so the required chunks are unknown",
-            hint="run `prep manifest` to create it again",
+            hint="run `prep manifest` to create the manifest again",
         )
     recipe = _stored_recipe(variant)
     videos = Videos(open_videos(data_dir), path=manifest_dir(data_dir) / VIDEOS_FILE)

@@ -70,7 +70,7 @@ _DETECT_S_PER_FRAME = 0.0006  # time to scale a decoded frame for the detector a
 _CHUNK_BYTES = 5_000  # size of the MP4 header, the JSON member, the tar headers and the index columns
 _FRAME_BYTES = 17  # size of a row in the packet table of the index
 _INDEX_BYTES_PER_S = 3e8  # number of source bytes that prep index reads per core-second
-_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members, and of each frame in it
+_INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members; additional size per frame
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # number of videos to encode in trials, in addition to the heaviest video
 _SHORT_S, _LONG_S = 1.0, 4.0  # lengths of the two encoded sections of each video
@@ -374,13 +374,13 @@ def estimate_lines(cost: Estimate) -> list[str]:
 
 
 def plan_report(planned: PlanWithInputs) -> Report:
-    """Return the report of a plan: the work by state and reason, with an estimate.
+    """Return the report of a plan: the work by state and reason, and its estimated cost.
 
     Raises:
         UserError: The table of captions is damaged.
     """
     if planned.plan.has_captions:
-        captions_path(planned.data_dir)  # verifies the table, because a run requires it
+        captions_path(planned.data_dir)  # verify the table of captions, because a run requires it
     plan, cost, differences = planned.plan, estimate_of(planned), differences_from_current(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     # Replace the generic reason of a state with the specific reason for a shard, if it is known.

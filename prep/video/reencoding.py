@@ -249,7 +249,7 @@ class Advice:
         size_bytes: Total size of the sources in bytes.
         num_clips: Number of clips in an epoch.
         clip_source: Item that each clip covers: "caption" or "chunk".
-        recipes: Costs of each recipe with which sections could be encoded.
+        recipes: Costs of each recipe, by name; recipes with which no section could be encoded are missing.
         clips_per_s: Number of clips that training requires per second; None if unknown.
     """
 
@@ -261,7 +261,7 @@ class Advice:
     clips_per_s: float | None = None
 
     def visits(self, name: str) -> float | None:
-        """Return the number of visits per clip after which re-encoding saves CPU time; None if it never does."""
+        """Return the number of visits per clip after which re-encoding saves CPU time; None if no number suffices."""
         recipe = self.recipes[name]
         saved_s = self.sources.clip_s - recipe.clips.clip_s
         return recipe.encoding_s / (self.num_clips * saved_s) if saved_s > 0 else None

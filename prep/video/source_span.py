@@ -194,7 +194,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         first_index = int(np.argmax(offset < 0))
         raise SourceFailure(
             FailureCode.NOT_INDEXABLE,
-            f"packet {first_index} is not stored in the form in which the decoder requires it",
+            f"packet {first_index} is not stored in the form that the decoder requires",
         )
     rate = lcm(unit.denominator, start.denominator)
     time = packets.times * (unit.numerator * (rate // unit.denominator)) - start.numerator * (rate // start.denominator)

@@ -43,7 +43,7 @@ _MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Access to sources as local files. Only one source is in use at a time; requesting another source releases it.
+    """Access to sources as local files. One source is in use at a time, until `path_of` is called for another source.
 
     Args:
         folder: Folder for copies with rewritten timestamps; required by the method `continuous`.

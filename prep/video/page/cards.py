@@ -371,7 +371,7 @@ def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: Cli
 
 
 def _make_clip(chunk: ChunkContent, entry: dict[str, Any], *, plan: ClipPlan, folder: ClipFolder) -> Clip:
-    """Return the clip of a chunk; its file is written unless an earlier run has written it."""
+    """Return the clip of a chunk, and write its file unless an earlier run has written the same clip."""
     content, is_preview = chunk.mp4, plan.is_preview or not chunk.mp4
     if plan.is_embedded and content:
         return Clip(data_uri(content, "video/mp4"), len(content), is_preview=False)

@@ -261,7 +261,7 @@ def _publish(
             f"{size_text(written_bytes)} of pages, and {size_text(clip_bytes)} of {kind} in {folder.path}: keep both"
             " together"
         )
-    lines.append(f"open it in a browser: {path.resolve().as_uri()}")
+    lines.append(f"open the page in a browser: {path.resolve().as_uri()}")
     return Report("\n".join(lines), values)
 
 

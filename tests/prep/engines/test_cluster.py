@@ -232,7 +232,7 @@ class EndsAtTheStart:
 
 def test_ray_that_ends_while_it_starts_leads_to_the_other_engine() -> None:
     engine = IsolatedEngine(EndsAtTheStart(), name="Ray on this machine", start_limit_s=60)
-    with pytest.raises(FailedWork, match=r"did not start \(exit status 1\); .* or with --engine processes"):
+    with pytest.raises(FailedWork, match=r"did not start \(exit status 1\); .* or use --engine processes"):
         list(engine.run(abs, [1]))
 
 

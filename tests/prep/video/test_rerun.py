@@ -273,7 +273,7 @@ def test_videos_that_return_find_their_chunks_until_gc(finished_set: Set, write_
     assert finished_set.chunk() == (4, 0)
     finished_set.manifest()
     plan = prep_here("plan", "--data", finished_set.data, *SETTINGS).stdout
-    assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed or moved" in plan, plan
+    assert "to do    58 chunks copied into 4 shards: videos that returned, were renamed, or were moved" in plan, plan
     # Damage single bytes of a tar and an index without a commit: the affected chunks are encoded, never copied.
     (tar,), (index,) = finished_set.folder.glob("000003-*.tar"), finished_set.folder.glob("000000-*.index.arrow")
     for path, content in ((tar, old["c_000002000"][1000:1100]), (index, b"a_000001500")):  # payload; key, unprotected
