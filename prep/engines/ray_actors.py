@@ -54,7 +54,7 @@ class Nodes:
     def __init__(self, ray: Any, need: Need, *, instance_name: str, wait_s: float, notify: Notify) -> None:
         self._ray, self.need = ray, need
         self._instance_name, self._wait_s, self._notify = instance_name, wait_s, notify
-        self._refused: dict[str, RefusedNode] = {}
+        self._refused_nodes: dict[str, RefusedNode] = {}
         self._lost_ids = set[str]()
         self._last_check_s = time.monotonic()
         self._waiting_since_s: float | None = None
@@ -64,7 +64,7 @@ class Nodes:
 
     def options(self, *, avoided_ids: Collection[str] = ()) -> dict[str, Any]:
         """Return the options of an actor: its resources, and a selector that excludes refused and avoided nodes."""
-        excluded_ids = [*self._refused, *avoided_ids]
+        excluded_ids = [*self._refused_nodes, *avoided_ids]
         return {
             **self.need.options(),
             **({"label_selector": {_NODE_LABEL: f"!in({','.join(excluded_ids)})"}} if excluded_ids else {}),
@@ -76,26 +76,26 @@ class Nodes:
         Raises:
             UserError: No node is left.
         """
-        if node_id in self._refused:
+        if node_id in self._refused_nodes:
             return
         refused_node = RefusedNode(self._name_node(node_id), reason)
-        self._refused[node_id] = refused_node
+        self._refused_nodes[node_id] = refused_node
         self.require_node(forces_check=True)
         yield refused_node
 
     def lose(self, node_id: str) -> Iterator[RefusedNode]:
         """Yield a lost node, unless it was yielded already."""
-        if node_id not in self._lost_ids | self._refused.keys():
+        if node_id not in self._lost_ids | self._refused_nodes.keys():
             self._lost_ids.add(node_id)
             yield RefusedNode(self._name_node(node_id), "it was lost; its tasks run on other nodes")
 
     def is_refused(self, node_id: str) -> bool:
         """Return True if a node gets no tasks."""
-        return node_id in self._refused
+        return node_id in self._refused_nodes
 
     def has_other_node(self, node_ids: Collection[str]) -> bool:
         """Return True if a node other than `node_ids` can run a worker."""
-        excluded_ids = {*node_ids, *self._refused}
+        excluded_ids = {*node_ids, *self._refused_nodes}
         return any(node["NodeID"] not in excluded_ids for node in self._suitable_nodes())
 
     def _name_node(self, node_id: str) -> str:
@@ -120,7 +120,7 @@ class Nodes:
         """
         if time.monotonic() - self._last_count_s > _CHECK_INTERVAL_S:
             self._last_count_s = time.monotonic()
-            nodes = [node["Resources"] for node in self._suitable_nodes() if node["NodeID"] not in self._refused]
+            nodes = [node["Resources"] for node in self._suitable_nodes() if node["NodeID"] not in self._refused_nodes]
             largest_cluster = self._ray._private.state.state.get_max_resources_from_cluster_config() or {}
             # An autoscaler may not know the memory of its node types.
             room = replace(self.need, memory_bytes=0).room(largest_cluster)
@@ -142,14 +142,14 @@ class Nodes:
         if now_s - self._last_check_s < _CHECK_INTERVAL_S and not forces_check:
             return
         self._last_check_s = now_s
-        if any(node["NodeID"] not in self._refused for node in self._suitable_nodes()):
+        if any(node["NodeID"] not in self._refused_nodes for node in self._suitable_nodes()):
             self._has_had_node = True
             if self._waiting_since_s is not None:
                 self._notify(f"a node with {self.need} joined after {now_s - self._waiting_since_s:.0f} s")
             self._waiting_since_s = None
             return
-        if self._refused:
-            raise no_nodes_error(self._refused.values())
+        if self._refused_nodes:
+            raise no_nodes_error(self._refused_nodes.values())
         if self._waiting_since_s is None:
             self._waiting_since_s, self._last_report_s = now_s, float("-inf")
         waited_s = now_s - self._waiting_since_s
@@ -246,10 +246,12 @@ class ActorRun:
         self._ray, self._nodes, self._function = ray, nodes, function
         self._task_retries, self._num_actors = task_retries, num_actors
         self._actor_class = ray.remote(worker_class(ray, check, nodes.need))
-        self._waiting = deque[_Attempt]()
+        self._waiting_attempts = deque[_Attempt]()
         # An actor gets a task only after it has started, because its node may disappear while it starts.
-        self._starting = dict[Any, Any]()  # call that returns once the actor has started -> actor
-        self._busy = dict[Any, tuple[_Actor, _Attempt]]()  # call that returns the result of the task -> actor and task
+        self._starting_actors = dict[Any, Any]()  # call that returns once the actor has started -> actor
+        self._busy_actors = dict[
+            Any, tuple[_Actor, _Attempt]
+        ]()  # call that returns the result of the task -> actor and task
         self._num_failed_starts = 0
         self._proven_ids = set[str]()  # nodes on which a worker has started
         self._first_start_s = dict[str, float]()  # nodes on which the first worker is starting -> time of the start
@@ -260,45 +262,49 @@ class ActorRun:
         """Run tasks, given as pairs (task, name), and yield their outcomes, as `clipmill.prep.engines.Engine` does."""
         while True:
             num_actors = self._num_actors()
-            while len(self._waiting) + len(self._busy) < _TASKS_PER_ACTOR * num_actors:
+            while len(self._waiting_attempts) + len(self._busy_actors) < _TASKS_PER_ACTOR * num_actors:
                 named_task = next(named_tasks, None)
                 if named_task is None:
                     break
-                self._waiting.append(_Attempt(*named_task))
-            if not self._waiting and not self._busy:
+                self._waiting_attempts.append(_Attempt(*named_task))
+            if not self._waiting_attempts and not self._busy_actors:
                 return
             # If the nodes have no room for an actor, an autoscaler starts a node for it.
-            while len(self._starting) < min(len(self._waiting), num_actors - len(self._busy)):
-                avoided_ids = set.intersection(*(set(attempt.failed_nodes) for attempt in self._waiting))
+            while len(self._starting_actors) < min(len(self._waiting_attempts), num_actors - len(self._busy_actors)):
+                avoided_ids = set.intersection(*(set(attempt.failed_nodes) for attempt in self._waiting_attempts))
                 options = self._nodes.options(avoided_ids=avoided_ids)
                 handle = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote()
-                self._starting[handle.arrive.remote()] = handle
+                self._starting_actors[handle.arrive.remote()] = handle
             # Cancel actors for which there is no task or no room; they would start needlessly at the end of the run.
-            while len(self._starting) > max(len(self._waiting), self._nodes.capacities()[0] - len(self._busy)):
-                self._ray.kill(self._starting.popitem()[1])
+            while len(self._starting_actors) > max(
+                len(self._waiting_attempts), self._nodes.capacities()[0] - len(self._busy_actors)
+            ):
+                self._ray.kill(self._starting_actors.popitem()[1])
             yield from self._refuse_unresponsive_nodes()
-            ready, _ = self._ray.wait([*self._starting, *self._busy], timeout=TICK_S)
-            if not ready:
+            ready_calls, _ = self._ray.wait([*self._starting_actors, *self._busy_actors], timeout=TICK_S)
+            if not ready_calls:
                 self._nodes.require_node()
-                for attempt in self._waiting:
+                for attempt in self._waiting_attempts:
                     # If all other nodes have been lost, the nodes that failed the task may try it again.
                     if attempt.failed_nodes and not self._nodes.has_other_node(attempt.failed_nodes):
                         attempt.failed_nodes.clear()
                 yield None
-            for call in ready:
-                yield from self._finish_start(call) if call in self._starting else self._finish_task(call)
+            for call in ready_calls:
+                yield from self._finish_start(call) if call in self._starting_actors else self._finish_task(call)
 
     def check_late_workers(self, *, limit_s: float) -> Events:
         """Wait at most `limit_s` seconds for workers that are starting, and yield the nodes that fail the check."""
-        if not self._starting:
+        if not self._starting_actors:
             return
-        ready, _ = self._ray.wait([*self._starting], num_returns=len(self._starting), timeout=limit_s)
-        for call in ready:
+        ready_calls, _ = self._ray.wait(
+            [*self._starting_actors], num_returns=len(self._starting_actors), timeout=limit_s
+        )
+        for call in ready_calls:
             yield from self._finish_start(call)
 
     def _finish_start(self, call: Any) -> Events:
         """Handle the start of an actor: send it a task, or refuse its node if the check has failed."""
-        handle = self._starting.pop(call)
+        handle = self._starting_actors.pop(call)
         error, arrival = self._get_result(call)
         if error is not None:  # the node was lost, or the cause may affect the next actor as well
             self._num_failed_starts += 1
@@ -319,7 +325,7 @@ class ActorRun:
         Ray itself has no time limit for the start of an actor.
         """
         now_s = time.monotonic()
-        if not self._starting or now_s - self._last_start_check_s < _START_LIMIT_S / _NUM_START_CHECKS:
+        if not self._starting_actors or now_s - self._last_start_check_s < _START_LIMIT_S / _NUM_START_CHECKS:
             return
         self._last_start_check_s = now_s
         actor_nodes = {
@@ -330,9 +336,9 @@ class ActorRun:
         self._first_start_s = {node_id: self._first_start_s.get(node_id, now_s) for node_id in actor_nodes.values()}
         for node_id, start_s in self._first_start_s.items():
             if node_id and now_s - start_s >= _START_LIMIT_S:
-                for call, handle in [*self._starting.items()]:
+                for call, handle in [*self._starting_actors.items()]:
                     if actor_nodes.get(handle._actor_id.hex()) == node_id:
-                        self._ray.kill(self._starting.pop(call))
+                        self._ray.kill(self._starting_actors.pop(call))
                 reason = (
                     f"no worker started within {_START_LIMIT_S:g} s; the Ray logs of the node may contain the cause"
                 )
@@ -345,19 +351,21 @@ class ActorRun:
         """
         if self._nodes.is_refused(actor.node_id):
             return
-        attempt = next((attempt for attempt in self._waiting if actor.node_id not in attempt.failed_nodes), None)
+        attempt = next(
+            (attempt for attempt in self._waiting_attempts if actor.node_id not in attempt.failed_nodes), None
+        )
         if attempt is not None:
-            self._waiting.remove(attempt)
+            self._waiting_attempts.remove(attempt)
             payload = bytes(self._ray.cloudpickle.dumps((self._function, attempt.task)))
             call = actor.handle.work.options(name=attempt.name).remote(payload)
-            self._busy[call] = actor, attempt
+            self._busy_actors[call] = actor, attempt
 
     def _finish_task(self, call: Any) -> Events:
         """Handle the end of a task: yield its outcome, or let other nodes try the task if the machine may have failed.
 
         The machine is considered faulty if another machine completes the task, but not if all nodes fail the task.
         """
-        actor, attempt = self._busy.pop(call)
+        actor, attempt = self._busy_actors.pop(call)
         error, result = self._get_result(call)
         if error is not None:
             with suppress(self._ray.exceptions.RayError):
@@ -370,7 +378,7 @@ class ActorRun:
                 if self._nodes.has_other_node({*attempt.failed_nodes, actor.node_id}):
                     attempt.failed_nodes[actor.node_id] = f"its worker died: {first_line(error)}"
             if attempt.num_deaths <= self._task_retries and attempt.num_lost_nodes <= _MAX_LOST_NODES:
-                self._waiting.appendleft(attempt)
+                self._waiting_attempts.appendleft(attempt)
             else:
                 yield Outcome(attempt.task, None, lost=first_line(error))
             return
@@ -381,7 +389,7 @@ class ActorRun:
             is_final = fault.is_doubtful and len(attempt.failed_nodes) >= _MAX_DOUBTFUL_NODES
             is_retried = not is_final and self._nodes.has_other_node(attempt.failed_nodes)
         if is_retried:
-            self._waiting.appendleft(attempt)
+            self._waiting_attempts.appendleft(attempt)
         else:
             yield Outcome(attempt.task, result)
         if fault is None:

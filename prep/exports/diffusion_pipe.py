@@ -168,12 +168,15 @@ def _text(segments: Segments, model: _Model, segment: Segment) -> dict[str, Any]
     import torch
 
     sequence = segments.sequence(segment)
-    padded = torch.zeros(model.num_tokens, sequence.shape[1], dtype=torch.bfloat16)
-    padded[: len(sequence)] = sequence
+    padded_sequence = torch.zeros(model.num_tokens, sequence.shape[1], dtype=torch.bfloat16)
+    padded_sequence[: len(sequence)] = sequence
     vectors, length = model.entries or ("", "")
     num_tokens = torch.tensor(len(sequence))
     is_mask = length.endswith("mask")
-    return {vectors: padded, length: (torch.arange(len(padded)) < num_tokens).long() if is_mask else num_tokens}
+    return {
+        vectors: padded_sequence,
+        length: (torch.arange(len(padded_sequence)) < num_tokens).long() if is_mask else num_tokens,
+    }
 
 
 def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterator[CacheFile]:

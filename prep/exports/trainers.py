@@ -114,12 +114,12 @@ class Segments:
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments, ordered by video and time."""
-        videos, divided = read_videos(self._data_dir), read_divided_videos(self._data_dir)
-        video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(self._split, videos, divided)
+        videos, divided_videos = read_videos(self._data_dir), read_divided_videos(self._data_dir)
+        video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(self._split, videos, divided_videos)
         video_row, start_ms = self.latents.video_rows(video_ids), self.latents.field_values("start_ms")
         samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
         if not len(samples):
-            splits = ", ".join(sorted(split_names(videos, divided)))
+            splits = ", ".join(sorted(split_names(videos, divided_videos)))
             raise UserError(f"no latents of split {self._split!r}", hint=f"use one of the splits {splits}")
         table, frames = self.latents.rows.table, int(self.recipe["latent_frames"])
         seconds = frames / (table["fps_num"][0].as_py() / table["fps_den"][0].as_py())
@@ -129,10 +129,10 @@ class Segments:
             for index in range(int(self.latents.field_values("num_frames")[sample]) // frames):
                 begin_s = int(start_ms[sample]) / 1000 + index * seconds
                 name = f"{chunk_key(video_id, int(start_ms[sample]))}-{index:02d}"
-                if divided is not None:
+                if divided_videos is not None:
                     begin_us, end_us = (np.array([round(at_s * 1e6)]) for at_s in (begin_s, begin_s + seconds))
                     times = {"begin_us": begin_us, "end_us": end_us}
-                    if not divided.is_entirely_in(self._split, video=video_row[[sample]], **times)[0]:
+                    if not divided_videos.is_entirely_in(self._split, video=video_row[[sample]], **times)[0]:
                         self.num_other_split += 1
                         continue
                 # Find the first caption that overlaps the segment and, if texts are exported, has a sequence.
@@ -393,11 +393,15 @@ def _condition(segments: Segments, segment: Segment) -> dict[str, "torch.Tensor"
     import torch
 
     sequence = segments.sequence(segment)
-    padded = torch.zeros(1, int(segments.text_recipe["max_tokens"]), sequence.shape[1], dtype=torch.bfloat16)
-    padded[0, : len(sequence)] = sequence
+    padded_sequence = torch.zeros(1, int(segments.text_recipe["max_tokens"]), sequence.shape[1], dtype=torch.bfloat16)
+    padded_sequence[0, : len(sequence)] = sequence
     mask = _MODELS[segments.vae_class]
-    condition = {"encoder_hidden_states": padded}
-    return condition if mask is None else {**condition, mask: (torch.arange(padded.shape[1]) < len(sequence))[None]}
+    condition = {"encoder_hidden_states": padded_sequence}
+    return (
+        condition
+        if mask is None
+        else {**condition, mask: (torch.arange(padded_sequence.shape[1]) < len(sequence))[None]}
+    )
 
 
 _FORMAT_VERSION = "1.0.1"
@@ -464,5 +468,5 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
 def _safetensors_file(tensors: dict[str, object], **metadata: str) -> list[bytes]:
     from safetensors.torch import save
 
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}  # type: ignore[attr-defined]
-    return [save(contiguous, metadata={**metadata, "format_version": _FORMAT_VERSION})]
+    contiguous_tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # type: ignore[attr-defined]
+    return [save(contiguous_tensors, metadata={**metadata, "format_version": _FORMAT_VERSION})]

@@ -101,12 +101,12 @@ class _Segments:
 
 
 def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, flags: ZarrFlags) -> _Segments:
-    videos, divided = read_videos(data_dir), read_divided_videos(data_dir)
-    video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(flags.split, videos, divided)
+    videos, divided_videos = read_videos(data_dir), read_divided_videos(data_dir)
+    video_ids, is_member = videos["video_id"].combine_chunks(), split_mask(flags.split, videos, divided_videos)
     video_row = latents.video_rows(video_ids)
     samples = np.flatnonzero((video_row >= 0) & is_member[video_row])
     if not len(samples):
-        splits = ", ".join(sorted(split_names(videos, divided)))
+        splits = ", ".join(sorted(split_names(videos, divided_videos)))
         raise UserError(f"no latents of split {flags.split!r}", hint=f"use one of the splits {splits}")
     samples = samples[np.lexsort((latents.field_values("start_ms")[samples], video_row[samples]))]
     num_frames, shape = _segment_shape(latents, samples, flags.segment)
@@ -121,11 +121,11 @@ def _find_segments(data_dir: Path, latents: ColumnArrays, text: ColumnArrays, fl
     sample = np.repeat(samples, num_per_chunk)
     # Index of each segment in its chunk, from which its first frame is computed.
     index = np.arange(len(sample)) - np.repeat(np.cumsum(num_per_chunk) - num_per_chunk, num_per_chunk)
-    if divided is not None:
+    if divided_videos is not None:
         frame_s = latents.field_values("fps_den")[sample] / latents.field_values("fps_num")[sample]
         begin_us = latents.field_values("start_ms")[sample] * 1000 + np.rint(index * num_frames * frame_s * 1e6)
         times = {"begin_us": begin_us.astype(np.int64), "end_us": (begin_us + num_frames * frame_s * 1e6).astype(int)}
-        is_kept = divided.is_entirely_in(flags.split, video=video_row[sample], **times)
+        is_kept = divided_videos.is_entirely_in(flags.split, video=video_row[sample], **times)
         left_out["segments with seconds of other splits"] = int((~is_kept).sum())
         sample, index = sample[is_kept], index[is_kept]
     if not len(sample):

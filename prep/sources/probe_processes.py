@@ -286,7 +286,7 @@ def probe_on_workers(
     """
     from clipmill.prep.core.progress import warn_refused
 
-    tasks, remaining = divide(paths, sizes), list[int]()
+    tasks, remaining_indices = divide(paths, sizes), list[int]()
     if len(tasks) == 1:
         yield from probe_each(paths, max_processes=max_processes)
         return
@@ -299,9 +299,9 @@ def probe_on_workers(
                 if isinstance(result, SourceFacts) and result.size_bytes == sizes[index]:
                     yield index, result
                 else:
-                    remaining.append(index)
-    outcomes = probe_each([paths[index] for index in remaining], max_processes=max_processes)
-    yield from ((remaining[position], result) for position, result in outcomes)
+                    remaining_indices.append(index)
+    outcomes = probe_each([paths[index] for index in remaining_indices], max_processes=max_processes)
+    yield from ((remaining_indices[position], result) for position, result in outcomes)
 
 
 def divide(paths: Sequence[str], sizes: Sequence[int]) -> list[ProbeTask]:

@@ -87,44 +87,44 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
         else:
             states.size_bytes[row], states.mtime_ns[row] = state
     local_rows = np.flatnonzero(~is_url)
-    local = _stat_local(paths.take(pa.array(local_rows)), num_threads=num_threads)
-    states.size_bytes[local_rows], states.mtime_ns[local_rows] = local.size_bytes, local.mtime_ns
-    states.failures.update({int(local_rows[row]): failure for row, failure in local.failures.items()})
+    local_states = _stat_local(paths.take(pa.array(local_rows)), num_threads=num_threads)
+    states.size_bytes[local_rows], states.mtime_ns[local_rows] = local_states.size_bytes, local_states.mtime_ns
+    states.failures.update({int(local_rows[row]): failure for row, failure in local_states.failures.items()})
     return states
 
 
 def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     states = FileStates(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
-    waiting: SimpleQueue[_Slice] = SimpleQueue()
-    finished: SimpleQueue[_Slice] = SimpleQueue()
+    waiting_slices: SimpleQueue[_Slice] = SimpleQueue()
+    finished_slices: SimpleQueue[_Slice] = SimpleQueue()
     begins = range(0, len(paths), _SLICE_FILES)
     for begin in begins:
-        waiting.put(_Slice(begin, paths.slice(begin, _SLICE_FILES)))
-    active: set[_Slice] = set()
+        waiting_slices.put(_Slice(begin, paths.slice(begin, _SLICE_FILES)))
+    active_slices: set[_Slice] = set()
     slow_folders: set[str] = set()
     for _ in range(min(num_threads, len(begins))):
-        Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
+        Thread(target=_check_slices, args=(waiting_slices, active_slices, finished_slices), daemon=True).start()
     num_unfinished = len(begins)
     while num_unfinished:
         try:
-            block = finished.get(timeout=_TICK_S)
+            block = finished_slices.get(timeout=_TICK_S)
             if block.is_abandoned:
                 continue
         except Empty:
-            overdue_block = next((block for block in list(active) if block.is_overdue(slow_folders)), None)
+            overdue_block = next((block for block in list(active_slices) if block.is_overdue(slow_folders)), None)
             if overdue_block is None:
                 continue
             block = overdue_block
-            remaining = block.abandon()
-            slow_folders.add(os.path.dirname(remaining.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
-            states.failures[remaining.begin] = SourceFailure(
+            remaining_slice = block.abandon()
+            slow_folders.add(os.path.dirname(remaining_slice.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
+            states.failures[remaining_slice.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
             )
-            waiting.put(_Slice(remaining.begin + 1, remaining.column.slice(1)))
+            waiting_slices.put(_Slice(remaining_slice.begin + 1, remaining_slice.column.slice(1)))
             num_unfinished += 1
-            Thread(target=_check_slices, args=(waiting, active, finished), daemon=True).start()
+            Thread(target=_check_slices, args=(waiting_slices, active_slices, finished_slices), daemon=True).start()
         num_unfinished -= 1
-        active.discard(block)
+        active_slices.discard(block)
         part = slice(block.begin, block.begin + block.num_done)
         states.size_bytes[part], states.mtime_ns[part] = np.array(block.stat_values).reshape(-1, 2).T
         states.failures.update({block.begin + row: failure for row, failure in block.failures.items()})
@@ -187,17 +187,19 @@ class _Slice:
         return _Slice(self.begin + self.num_done, self.column.slice(self.num_done))
 
 
-def _check_slices(waiting: "SimpleQueue[_Slice]", active: set[_Slice], finished: "SimpleQueue[_Slice]") -> None:
+def _check_slices(
+    waiting_slices: "SimpleQueue[_Slice]", active_slices: set[_Slice], finished_slices: "SimpleQueue[_Slice]"
+) -> None:
     """Check slices until the queue is empty. This function runs in a thread, and ends if its slice was abandoned."""
     while True:
         try:
-            block = waiting.get_nowait()
+            block = waiting_slices.get_nowait()
         except Empty:
             return
         block.since_s = time.monotonic()
-        active.add(block)
+        active_slices.add(block)
         block.stat_all()
-        finished.put(block)
+        finished_slices.put(block)
         if block.is_abandoned:
             return
 
@@ -412,9 +414,11 @@ class Prober:
                 record = asdict(outcome) | record
             source[row] = records.append(record)
             self.on_progress(number, len(todo))
-            refused = record.get("code") if row not in states.failures else None  # the file is listed, but unreadable
-            num_refused = num_refused + 1 if refused in REFUSALS else 0
-            if num_refused == _MAX_REFUSED or refused == FailureCode.STORAGE_REFUSED:
+            refusal_code = (
+                record.get("code") if row not in states.failures else None
+            )  # the file is listed, but unreadable
+            num_refused = num_refused + 1 if refusal_code in REFUSALS else 0
+            if num_refused == _MAX_REFUSED or refusal_code == FailureCode.STORAGE_REFUSED:
                 save(present_rows())
                 raise StorageRefused(
                     f"{record['path']}: {record['message']}",
@@ -442,9 +446,9 @@ def num_to_read(probes: pa.Table) -> int:
 
     Local files are checked again. Sources in buckets are not checked, because that would cost requests.
     """
-    temporary = failed_sources(probes, only_temporary=True)
-    lasting = np.setdiff1d(failed_sources(probes, only_temporary=False), temporary)
-    return len(temporary) + len(_changed_files(probes, lasting, num_threads=1))
+    temporary_rows = failed_sources(probes, only_temporary=True)
+    lasting_rows = np.setdiff1d(failed_sources(probes, only_temporary=False), temporary_rows)
+    return len(temporary_rows) + len(_changed_files(probes, lasting_rows, num_threads=1))
 
 
 def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
@@ -474,10 +478,10 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
 class _ProbeTable:
     """Table that contains the known probes, and to which the probes of this run are added."""
 
-    def __init__(self, known: pa.Table) -> None:
-        self._parts = [known.cast(PROBES)]
+    def __init__(self, known_probes: pa.Table) -> None:
+        self._parts = [known_probes.cast(PROBES)]
         self._records: list[dict[str, Any]] = []
-        self._num_rows = len(known)
+        self._num_rows = len(known_probes)
 
     def append(self, record: dict[str, Any]) -> int:
         """Add a row (schema PROBES) and return its index."""

@@ -136,9 +136,9 @@ def num_output_frames(end_s: np.ndarray, *, fps: Fraction) -> np.ndarray:
 
 def num_chunks_of(num_frames: np.ndarray, *, chunk_frames: int, tail: str) -> np.ndarray:
     """Return the number of chunks that `chunks_of` returns for each video: int64, same shape as `num_frames`."""
-    full, rest = np.divmod(num_frames, chunk_frames)
-    has_tail = {"keep": rest > 0, "drop": np.zeros_like(rest, bool), "merge": (rest > 0) & (full == 0)}
-    return full + has_tail[tail]
+    num_full, rest = np.divmod(num_frames, chunk_frames)
+    has_tail = {"keep": rest > 0, "drop": np.zeros_like(rest, bool), "merge": (rest > 0) & (num_full == 0)}
+    return num_full + has_tail[tail]
 
 
 def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
@@ -150,9 +150,9 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
         tail: Handling of the remainder: `keep` makes it a chunk, `drop` discards it, `merge` appends it to the previous
             chunk (a video shorter than one chunk becomes a chunk).
     """
-    full, rest = divmod(num_frames, chunk_frames)
-    chunks = [chunk_frames] * full
-    if rest and tail == "merge" and full:
+    num_full, rest = divmod(num_frames, chunk_frames)
+    chunks = [chunk_frames] * num_full
+    if rest and tail == "merge" and num_full:
         chunks[-1] += rest
     elif rest and tail != "drop":
         chunks.append(rest)
@@ -435,8 +435,8 @@ def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts, reach: int) -> Fr
 
 
 def _microseconds(seconds: Fraction) -> str:
-    whole, rest = divmod(round(seconds * 1_000_000), 1_000_000)
-    return f"{whole}.{rest:06d}"
+    whole_s, rest = divmod(round(seconds * 1_000_000), 1_000_000)
+    return f"{whole_s}.{rest:06d}"
 
 
 def _encoded_frames(progress: Path) -> int:

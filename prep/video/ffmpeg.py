@@ -125,16 +125,16 @@ def find_ffmpeg() -> Ffmpeg:
         UserError: No program was found, or the program that the user selected does not work or is too old.
         FailedWork: Every query for the version was killed or timed out.
     """
-    selected = os.environ.get(PROGRAM_VARIABLE)
-    if selected:
-        version = _version(selected, where=f"${PROGRAM_VARIABLE}")
+    selected_program = os.environ.get(PROGRAM_VARIABLE)
+    if selected_program:
+        version = _version(selected_program, where=f"${PROGRAM_VARIABLE}")
         if not has_version(version, MIN_VERSION):
             raise UserError(
-                f'the ffmpeg program "{selected}" (${PROGRAM_VARIABLE}) has version {version}, but {_MIN_RELEASE} or '
-                "newer is required",
+                f'the ffmpeg program "{selected_program}" (${PROGRAM_VARIABLE}) has version {version}, but '
+                f"{_MIN_RELEASE} or newer is required",
                 hint=f"set ${PROGRAM_VARIABLE} to a newer program, or unset it to use the default program",
             )
-        return Ffmpeg(path=selected, version=version)
+        return Ffmpeg(path=selected_program, version=version)
     path, outdated_program = shutil.which("ffmpeg"), None
     if path:
         version = _version(path, where="PATH")
@@ -166,10 +166,10 @@ def find_ffmpeg() -> Ffmpeg:
 def version_mismatch(version: str) -> str | None:
     """Return the reason why this machine cannot execute a plan for ffmpeg `version`; None if it can."""
     try:
-        available = find_ffmpeg().version
+        available_version = find_ffmpeg().version
     except (UserError, FailedWork) as error:
         return str(error)
-    return None if available == version else f"ffmpeg is {available}, but the plan requires {version}"
+    return None if available_version == version else f"ffmpeg is {available_version}, but the plan requires {version}"
 
 
 @cache
@@ -322,13 +322,13 @@ def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]
     """Empty a pipe without blocking; return the first and the last bytes of everything read so far."""
     while True:
         try:
-            received = os.read(descriptor, 1 << 16)
+            content = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return head, tail
-        if not received:
+        if not content:
             return head, tail
-        head = (head + received)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
-        tail = (tail + received)[-_STDERR_BYTES:]
+        head = (head + content)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
+        tail = (tail + content)[-_STDERR_BYTES:]
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:

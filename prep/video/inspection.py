@@ -178,15 +178,20 @@ def _check_description(row: dict[str, Any], members: dict[str, bytes], *, split:
         return [(DeepCode.JSON_DIFFERS, f"the json member cannot be read: {error!r}")]
     start_ms = round(begin_s * 1000)
     json_values |= {"start_ms": start_ms, "fps_num": fps.numerator, "fps_den": fps.denominator}
-    expected = {name: split if name == "split" else row[name] for name in json_values}
-    expected["key"] = chunk_key(row["video_id"], row["start_ms"])
+    expected_values = {name: split if name == "split" else row[name] for name in json_values}
+    expected_values["key"] = chunk_key(row["video_id"], row["start_ms"])
     differences = [
-        (DeepCode.JSON_DIFFERS, f"{name}: {json_values[name]!r} in the json member, {expected[name]!r} in the index")
+        (
+            DeepCode.JSON_DIFFERS,
+            f"{name}: {json_values[name]!r} in the json member, {expected_values[name]!r} in the index",
+        )
         for name in json_values
-        if json_values[name] != expected[name]
+        if json_values[name] != expected_values[name]
     ]
-    if expected["key"] != row["key"]:
-        differences.append((DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index instead of {expected['key']!r}"))
+    if expected_values["key"] != row["key"]:
+        differences.append(
+            (DeepCode.JSON_DIFFERS, f"key: {row['key']!r} in the index instead of {expected_values['key']!r}")
+        )
     if (end_s - begin_s) * fps != row["num_frames"]:
         message = f"begin_s and end_s do not match {count_noun(row['num_frames'], 'frame')}"
         differences.append((DeepCode.JSON_DIFFERS, message))

@@ -196,8 +196,12 @@ class Plan:
         self.shots = shots
         self.cutting = cutting_of(recipe.settings, self.num_frames, shots)
         self._num_chunks = self.cutting.num_chunks
-        extended = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
-        self.layout, self._layout_videos, rows = extended.table, extended.video_rows, extended.required
+        extended_layout = extend_layout(layout, video_ids=videos.ids, splits=videos.splits, num_chunks=self._num_chunks)
+        self.layout, self._layout_videos, rows = (
+            extended_layout.table,
+            extended_layout.video_rows,
+            extended_layout.required,
+        )
         self.video_rows = self._layout_videos[rows]
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.num_unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
@@ -316,8 +320,8 @@ class Plan:
 
         assert self.shots is not None
         fingerprints = set()
-        paths = self._videos.take(self.shots.undetected, "path")["path"].to_pylist()
-        for row, path in zip(self.shots.undetected.tolist(), paths, strict=True):
+        paths = self._videos.take(self.shots.undetected_rows, "path")["path"].to_pylist()
+        for row, path in zip(self.shots.undetected_rows.tolist(), paths, strict=True):
             fingerprint = self.probes["fingerprint"][row].as_py()
             if fingerprint not in fingerprints:
                 fingerprints.add(fingerprint)
@@ -559,8 +563,8 @@ def stored_spans(
     selection = [commits[shard_id] for shard_id in shard_ids if shard_id in commits]
     tars = [StoredTar(commit.files.tar, commit) for commit in selection if commit.files is not None]
     if mirror_of(variant_dir) is None and variant_dir.is_dir() and not is_indexed(variant_dir.name):
-        uncommitted = uncommitted_tars(variant_dir, commits.values())
-        tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in uncommitted]
+        uncommitted_paths = uncommitted_tars(variant_dir, commits.values())
+        tars += [StoredTar(tar.relative_to(variant_dir).as_posix(), None) for tar in uncommitted_paths]
     if not tars:
         return {}
     title = f"comparing {count_noun(len(tars), 'stored shard')}"

@@ -213,7 +213,7 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
     The caller must hold the lock of the column.
     """
     plan, recipe = planned.plan, planned.plan.recipe
-    if plan.shots is None or planned.shots is None or not len(plan.shots.undetected):
+    if plan.shots is None or planned.shots is None or not len(plan.shots.undetected_rows):
         return planned
     from clipmill.prep.sources.shot_table import detect_shots
 
@@ -368,22 +368,22 @@ class CaptionGroups:
 def caption_groups(captions_file: Path, video_ids: pa.Array) -> CaptionGroups:
     """Find the row groups that contain captions of each video, by reading the ID column of the caption table once."""
     videos, groups = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-    pending: list[pa.Array] = []  # distinct video IDs of each row group that has not been looked up yet
+    pending_ids: list[pa.Array] = []  # distinct video IDs of each row group that has not been looked up yet
     pending_groups: list[int] = []  # indices of these row groups
     with pq.ParquetFile(captions_file, read_dictionary=["video_id"]) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["video_id"], use_threads=False)
             ids = pc.unique(table["video_id"].unify_dictionaries()).cast(pa.string())
-            pending.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
+            pending_ids.append(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
             pending_groups.append(group)
-            if sum(map(len, pending)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
+            if sum(map(len, pending_ids)) < _IDS_AT_ONCE and group < file.num_row_groups - 1:
                 continue
-            group_of_id = np.repeat(np.asarray(pending_groups, np.int32), list(map(len, pending)))
-            positions = pc.index_in(pa.chunked_array(pending, pa.string()), value_set=video_ids)
+            group_of_id = np.repeat(np.asarray(pending_groups, np.int32), list(map(len, pending_ids)))
+            positions = pc.index_in(pa.chunked_array(pending_ids, pa.string()), value_set=video_ids)
             rows = np.asarray(pc.fill_null(positions, -1)).astype(np.int64)
             videos.append(rows[rows >= 0])
             groups.append(group_of_id[rows >= 0])
-            pending, pending_groups = [], []
+            pending_ids, pending_groups = [], []
     all_videos, all_groups = np.concatenate(videos), np.concatenate(groups)
     begins = np.concatenate([[0], np.cumsum(np.bincount(all_videos, minlength=len(video_ids)))])
     return CaptionGroups(begins, all_groups[np.argsort(all_videos, kind="stable")])
@@ -400,7 +400,7 @@ def _known_chunks(data_dir: Path, recipe: ResolvedRecipe) -> tuple[np.ndarray, n
     known_shots = shots_of(recipe, probes, shots=_stored_shots(data_dir, recipe), retry_failed=False)
     num_chunks = np.zeros(len(is_known), np.int64)
     num_chunks[is_known] = cutting_of(recipe.settings, frames_of(recipe, probes), known_shots).num_chunks
-    undetected = known_shots.undetected if known_shots is not None else np.zeros(0, np.int64)
+    undetected = known_shots.undetected_rows if known_shots is not None else np.zeros(0, np.int64)
     is_known[np.flatnonzero(is_known)[undetected]] = False
     return num_chunks, is_known, len(undetected)
 
@@ -422,7 +422,7 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
     probes, is_known = probes_of(paths, read_probes(data_dir, paths=paths))
     shots = _stored_shots(data_dir, recipe)
     video_shots = shots_of(recipe, probes, shots=shots, retry_failed=False) if is_known.all() else None
-    if not is_known.all() or (video_shots is not None and len(video_shots.undetected)):
+    if not is_known.all() or (video_shots is not None and len(video_shots.undetected_rows)):
         # The required chunks are unknown, so it is unknown whether the variant is complete.
         return _pending_of_known_videos(data_dir, variant, recipe)
     plan = Plan(
@@ -433,11 +433,11 @@ def pending_chunks(data_dir: Path, variant: Variant) -> PendingWork:
         layout=read_layout(layout_path(data_dir, recipe.settings)),
         stored=StoredShards(dict(variant.commits), {}),
     )
-    pending = pending_of(plan.shards)
+    pending_work = pending_of(plan.shards)
     left_out = tuple(left_out_lines(left_out_values(plan), cut=recipe.settings.cut))
     state_names = {str(ShardState.NEW): str(ShardState.MISSING)}  # in a variant, a shard without a commit is missing
-    to_make = {state_names.get(state, state): count for state, count in pending.to_make.items()}
-    return replace(pending, to_make=to_make, left_out=left_out)
+    to_make = {state_names.get(state, state): count for state, count in pending_work.to_make.items()}
+    return replace(pending_work, to_make=to_make, left_out=left_out)
 
 
 def _pending_of_known_videos(data_dir: Path, variant: Variant, recipe: ResolvedRecipe) -> PendingWork:

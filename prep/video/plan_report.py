@@ -132,9 +132,9 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
     scale = np.minimum(1.0, plan.recipe.settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     videos = plan.video_rows[rows]
     size_bytes, end_s = (np.asarray(plan.probes[name])[videos] for name in ("size_bytes", "end_s"))
-    heaviest = int(np.argmax(size_bytes / end_s * scale**2))
+    heaviest_index = int(np.argmax(size_bytes / end_s * scale**2))
     by_size = (int(order[(2 * part + 1) * len(order) // (2 * _NUM_VIDEOS)]) for part in range(_NUM_VIDEOS))
-    indexes = sorted({heaviest, *by_size})
+    indexes = sorted({heaviest_index, *by_size})
     trials, skip_reasons = [], []
     spans = plan.spans([int(rows[index]) for index in indexes])
     keeps_audio = plan.recipe.settings.audio == "keep"
@@ -192,12 +192,12 @@ def _measure_section(
         return float(num_frames / fps), encoded.cpu_s, sum(path.stat().st_size for path in encoded.segments)
 
 
-def factor_range(measured: Sequence[float], expected: Sequence[float]) -> tuple[float, float, float]:
+def factor_range(measured_costs: Sequence[float], expected_costs: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the lowest and the highest ratio of measured to expected costs.
 
     The range extends at least a fifth of the median to each side, because the trials cover only a few videos.
     """
-    ratios = np.asarray(measured) / np.asarray(expected)
+    ratios = np.asarray(measured_costs) / np.asarray(expected_costs)
     median = float(np.median(ratios))
     return median, min(float(ratios.min()), 0.8 * median), max(float(ratios.max()), 1.2 * median)
 
@@ -360,12 +360,16 @@ def estimate_lines(cost: Estimate) -> list[str]:
         size = range_text(*(size_text(round(size_bytes)) for size_bytes in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
-        shortest, longest = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
-        idle = duration_text(3600 * cost.idle_hours)
+        shortest_duration, longest_duration = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
+        idle_duration = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
-        load = "" if longest == idle else f", up to {longest} alongside the other processes that are running now"
-        lines.append(f"         {range_text(shortest, idle)} on {cores}{load}{trials}")
+        load = (
+            ""
+            if longest_duration == idle_duration
+            else f", up to {longest_duration} alongside the other processes that are running now"
+        )
+        lines.append(f"         {range_text(shortest_duration, idle_duration)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         subject = "some trials were" if cost.num_trials else "all trials were"
         basis = "" if cost.num_trials else "; the estimate is based on averages from other machines and videos"
@@ -494,7 +498,7 @@ def _undetected_shots(plan: Plan) -> Addition:
     """Return the report lines about videos whose shots the run must detect first; empty with `--cut even`."""
     if plan.shots is None:
         return Addition([], {})
-    videos = plan.shots.undetected
+    videos = plan.shots.undetected_rows
     width, height, fps = (np.asarray(plan.probes[name])[videos] for name in ("width", "height", "fps"))
     lengths_s = plan.num_frames[videos] / float(plan.recipe.settings.fps_exact)
     source_megapixels = lengths_s * width * height * fps / 1e6
@@ -517,11 +521,11 @@ def _undetected_shots(plan: Plan) -> Addition:
 
 def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
     """Return the report lines about time that splits lose to captions of other splits; empty if no time is lost."""
-    divided = read_divided_videos(planned.data_dir)
-    if divided is None:
+    divided_videos = read_divided_videos(planned.data_dir)
+    if divided_videos is None:
         return Addition([], {})
     plan, us_per_frame = planned.plan, 1_000_000 / planned.plan.recipe.settings.fps_exact
-    rows = np.flatnonzero(np.isin(plan.video_rows, divided.video))
+    rows = np.flatnonzero(np.isin(plan.video_rows, divided_videos.video))
     video, times_us = list[int](), list[tuple[int, int]]()
     for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
         boundaries = accumulate(span.span.chunk_frames, initial=span.span.first_frame)
@@ -529,7 +533,7 @@ def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
         video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
     begin_us, end_us = np.array(times_us, np.int64).reshape(-1, 2).T
     splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
-    times = lost_times(divided, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
+    times = lost_times(divided_videos, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
     values = {"of_other_splits": {split: asdict(time) for split, time in times.items()}}
     return Addition(lost_lines(times, indent=9), values)
 

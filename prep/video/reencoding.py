@@ -296,11 +296,13 @@ class Advice:
             if self.clips_per_s is not None:
                 cores = f"{short_number(self.clips_per_s * clips.clip_s):>{len(needs)}}"
             yield f"{way:<13}{rate:>12}{size_text(clips.clip_bytes):>12}{size:>10}{encoding:>12}{pays:>14}{cores}"
-        measured = f"{count_noun(self.sources.num_clips, 'clip')} of {count_noun(self.sources.num_videos, 'video')}"
+        measured_clips = (
+            f"{count_noun(self.sources.num_clips, 'clip')} of {count_noun(self.sources.num_videos, 'video')}"
+        )
         yield ""
         yield (
-            f"measured  as they are: {measured} in {self.sources.cpu_s:.1f} s of CPU time; a clip lasts 1 to 4 s, and 4"
-            " of its frames are read, decoded and resized to 224 pixels"
+            f"measured  as they are: {measured_clips} in {self.sources.cpu_s:.1f} s of CPU time; a clip lasts 1 to 4 s,"
+            " and 4 of its frames are read, decoded and resized to 224 pixels"
         )
         for name, recipe in self.recipes.items():
             trials, section = recipe.encoding.num_trials, recipe.clips

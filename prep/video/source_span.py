@@ -111,8 +111,8 @@ class _Source:
     @cached_property
     def display_order(self) -> NDArray[np.int64]:
         """Indices of the usable packets in presentation order."""
-        usable = np.flatnonzero(self.is_usable)
-        return usable[np.argsort(self.order[usable])]
+        usable_packets = np.flatnonzero(self.is_usable)
+        return usable_packets[np.argsort(self.order[usable_packets])]
 
     @cached_property
     def times(self) -> NDArray[np.int64]:
@@ -151,8 +151,8 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
 @lru_cache(maxsize=1)  # a worker makes all spans of a video one after another
 def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
     """Read all packets of a source once, and find the offset of each packet in the file."""
-    probed = Timeline.from_json(timeline_json)
-    if len(probed.aspects) > 1:
+    probed_timeline = Timeline.from_json(timeline_json)
+    if len(probed_timeline.aspects) > 1:
         raise SourceFailure(FailureCode.NOT_INDEXABLE, "the pixel aspect ratio changes within the video")
     rows: list[tuple[int, int, int, int]] = []
     with (
@@ -161,7 +161,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         path.open("rb") as file,
     ):
         name = container.format.name
-        track = find_track(container, probed.track)
+        track = find_track(container, probed_timeline.track)
         codec = track.codec_context.codec.canonical_name if track.codec_context else "unknown"
         if not any(part in name for part in _CONTAINERS) or codec not in _CODECS:
             raise SourceFailure(
@@ -172,7 +172,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         first_slice = slice_reader(codec, extradata)
 
         def add(packet: "Packet[Any]") -> None:
-            if packet.stream_index == probed.track:
+            if packet.stream_index == probed_timeline.track:
                 content = bytes(packet)
                 header = first_slice(content)
                 flags = packet.is_keyframe * PACKET_KEY | is_reference(codec, header) * PACKET_REFERENCE
@@ -184,7 +184,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         timeline, packets = read_timeline(container, file=file, on_packet=add)
         if timeline.truncation:
             raise SourceFailure(FailureCode.SOURCE_TRUNCATED, timeline.truncation)
-        if timeline.track != probed.track:
+        if timeline.track != probed_timeline.track:
             raise SourceFailure(FailureCode.NOT_INDEXABLE, "the first of several video tracks contains only one frame")
         unit, start = track.time_base or Fraction(1), timeline.start
         if changes := [note for note in timeline.notes if note.startswith("the picture changes")]:
@@ -267,8 +267,8 @@ def _index_chunk(
     frame_time = np.where(source.is_usable[sorted_packets], source.time[sorted_packets], _NEVER_SHOWN)
     frame_time = np.minimum.accumulate(frame_time[::-1])[::-1]
     # Store only the crop, orientation and pixel aspect of the timeline, because the index contains the frame times.
-    probed = Timeline.from_json(plan.source.timeline)
-    shape = Timeline(shape=probed.shape, aspects=probed.aspects).to_json()
+    probed_timeline = Timeline.from_json(plan.source.timeline)
+    shape = Timeline(shape=probed_timeline.shape, aspects=probed_timeline.aspects).to_json()
     facts = SourceFacts(
         num_frames=num_frames,
         codec=source.codec,

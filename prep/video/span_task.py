@@ -189,8 +189,8 @@ def make_span(
         try:
             # If the source has changed since the run was planned, its chunks would not match the planned fingerprint.
             try:
-                original = sources.path_of(plan.path)
-                fingerprint = current_fingerprint(original)
+                source_path = sources.path_of(plan.path)
+                fingerprint = current_fingerprint(source_path)
             except SourceFailure as failure:
                 raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
             if fingerprint != plan.source.fingerprint:
@@ -200,9 +200,9 @@ def make_span(
             if recipe.settings.codec == INDEXED:
                 from clipmill.prep.video.source_span import index_span
 
-                return index_span(original, plan, settings=recipe.settings)
+                return index_span(source_path, plan, settings=recipe.settings)
             keeps_audio = recipe.settings.audio == "keep"
-            path, source = sources.continuous(original, plan.source, keeps_audio=keeps_audio)
+            path, source = sources.continuous(source_path, plan.source, keeps_audio=keeps_audio)
             encoded = encode_span(
                 path,
                 source=source,
@@ -479,10 +479,10 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
         (facts.packet_frame[:1], [0], "first packet's frame"),
         (is_inside, True, "packet ranges within the file"),
     ]
-    for actual, planned, what in comparisons:
-        if actual != planned:
+    for actual_value, planned_value, what in comparisons:
+        if actual_value != planned_value:
             actual_text, planned_text = (
                 text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
-                for text in (str(actual), str(planned))
+                for text in (str(actual_value), str(planned_value))
             )
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {actual_text}, planned {planned_text}")

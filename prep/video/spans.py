@@ -211,9 +211,9 @@ class ShotCutting:
         return offsets[end] - offsets[begin]
 
     def identities(self, videos: np.ndarray) -> pa.Array:
-        distinct, positions = np.unique(videos, return_inverse=True)
+        distinct_videos, positions = np.unique(videos, return_inverse=True)
         identities = []
-        for video in distinct.tolist():
+        for video in distinct_videos.tolist():
             rows = slice(self.begins[video], self.begins[video + 1])
             content = np.stack([self.first_frame[rows], self.chunk_frames[rows]]).astype("<i8").tobytes()
             identities.append(hashlib.sha256(content).hexdigest())
@@ -285,12 +285,12 @@ class VideoShots:
     Attributes:
         cuts: First frame of every shot except the first, list<int32> [videos]; null if they are unknown.
         failures: Code and message of each failed detection, by the row of the video.
-        undetected: Rows of the videos whose shots must be detected, in ascending order.
+        undetected_rows: Rows of the videos whose shots must be detected, in ascending order.
     """
 
     cuts: pa.ListArray
     failures: dict[int, tuple[str, str]]
-    undetected: np.ndarray
+    undetected_rows: np.ndarray
 
     @property
     def is_known(self) -> np.ndarray:
@@ -335,7 +335,7 @@ def shots_of(
         failures={
             row: (reason["code"], reason["message"]) for row, reason in zip(failed_rows.tolist(), reasons, strict=True)
         },
-        undetected=np.flatnonzero(is_undetected),
+        undetected_rows=np.flatnonzero(is_undetected),
     )
 
 
@@ -443,9 +443,9 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
             )
         )
         rows.append(video_rows[split_spans])
-    extended = pa.concat_tables(tables).combine_chunks()
-    required = np.concatenate([required, np.arange(len(layout), len(extended))])
-    return ExtendedLayout(extended, np.concatenate(rows), required)
+    extended_table = pa.concat_tables(tables).combine_chunks()
+    required = np.concatenate([required, np.arange(len(layout), len(extended_table))])
+    return ExtendedLayout(extended_table, np.concatenate(rows), required)
 
 
 def required_rows(

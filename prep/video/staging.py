@@ -96,8 +96,8 @@ def copy_of(url: str, *, limit_bytes: int | None, on_wait: Callable[[], None]) -
         with as_source_failure():
             cache = ObjectCache(root, limit_bytes=limit_bytes, is_durable=False)
         if state[0] > cache.limit_bytes:
-            free = f"{FREE_FRACTION:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
-            limit = "--scratch-size" if limit_bytes is not None else free
+            free_text = f"{FREE_FRACTION:.0%} of the free space in {root.parent}; set TMPDIR to a larger disk"
+            limit = "--scratch-size" if limit_bytes is not None else free_text
             message = f"the source has {state[0]:,} bytes, but copies may take at most {cache.limit_bytes:,} ({limit})"
             raise SourceFailure(FailureCode.SOURCE_TOO_LARGE, message, is_lasting=False)
         with as_source_failure(), suppress(NoRoom):  # retry until other workers have released their copies

@@ -106,10 +106,10 @@ def audio_lines(planned: PlanWithInputs) -> list[str]:
 def other_settings_lines(planned: PlanWithInputs) -> list[str]:
     """Return the lines that are printed before a run if its settings differ from the current variant."""
     try:
-        differences, current = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
+        differences, current_name = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
         return []  # the record is damaged, and the run rewrites it
-    if not differences or current is None:
+    if not differences or current_name is None:
         return []
     plan, variant = planned.plan, planned.plan.recipe.variant
     rows = planned.rows_to_encode()
@@ -123,13 +123,13 @@ def other_settings_lines(planned: PlanWithInputs) -> list[str]:
         plan_line = command.replace("prep chunk", "prep plan", 1).replace("prep index", "prep plan index", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
-        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former_variant=current)
-        incomplete = f"lacks samples of the current variant ({codes_line(lost)}), and does not become current"
-        state = incomplete if lost else "is complete, and becomes the current variant again"
+        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former_variant=current_name)
+        incomplete_state = f"lacks samples of the current variant ({codes_line(lost)}), and does not become current"
+        state = incomplete_state if lost else "is complete, and becomes the current variant again"
         lines.append(f"variant  {variant} {state}")
     with suppress(UserError):  # the recipe is from a different version of clipmill
         command = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
-        lines.append(f"         {current} is kept until you run `prep gc`; to use its settings: {command}")
+        lines.append(f"         {current_name} is kept until you run `prep gc`; to use its settings: {command}")
     return lines
 
 

@@ -108,8 +108,8 @@ def make_shard(task: ShardTask) -> ShardResult:
         version = find_ffmpeg().version
     except FailedWork as error:
         return stop_result(task, FailureCode.WORKER_LOST, str(error))
-    if version != (planned := task.recipe.values["ffmpeg"]):
-        message = f"this node has ffmpeg {version}, but the plan requires {planned}"
+    if version != (planned_version := task.recipe.values["ffmpeg"]):
+        message = f"this node has ffmpeg {version}, but the plan requires {planned_version}"
         return stop_result(task, FailureCode.FFMPEG_DIFFERS, message)
     return system_errors_as_results(_make_shard, task)
 

@@ -88,9 +88,9 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
                 packet = av.Packet(content[offset : offset + row["packet_size"][position]])
                 packet.pts, packet.time_base = row["packet_frame"][position], Fraction(1)
                 packets.append(packet)
-        decoded = [picture for packet in [*packets, None] for picture in context.decode(packet)]
+        decoded_pictures = [picture for packet in [*packets, None] for picture in context.decode(packet)]
         context.flush_buffers()
-        picture = next((picture for picture in decoded if picture.pts == frame), None)
+        picture = next((picture for picture in decoded_pictures if picture.pts == frame), None)
         if picture is None:
             raise NoPicture(f"frame {frame} cannot be decoded")
         pictures.append(picture)
@@ -100,12 +100,12 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
 def jpeg(frame: VideoFrame, *, height: int) -> bytes:
     """Encode `frame` as a JPEG, scaled to a height of `height` pixels."""
     width = max(2, round(frame.width * height / frame.height / 2) * 2)
-    small = frame.reformat(width=width, height=height, format="yuvj420p")
+    scaled_frame = frame.reformat(width=width, height=height, format="yuvj420p")
     context = av.CodecContext.create("mjpeg", "w")
     context.width, context.height, context.pix_fmt, context.time_base = width, height, "yuvj420p", Fraction(1, 25)
     context.qmin = context.qmax = _JPEG_QUANTISER
-    small.pts, small.time_base = 0, Fraction(1, 25)
-    return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
+    scaled_frame.pts, scaled_frame.time_base = 0, Fraction(1, 25)
+    return b"".join(bytes(packet) for packet in [*context.encode(scaled_frame), *context.encode(None)])
 
 
 def preview(chunk: ChunkContent) -> bytes:
@@ -215,11 +215,11 @@ class ClipFolder:
                 hint=f"use a lower --chunks, or write to another disk; this disk has {size_text(free_bytes)} free",
             ) from None
 
-    def sweep(self, kept: Collection[str]) -> None:
-        """Remove clips and pages of earlier runs that are not in `kept`; remove the folder if it is then empty."""
+    def sweep(self, kept_names: Collection[str]) -> None:
+        """Remove earlier clips and pages that are not in `kept_names`; remove the folder if it is then empty."""
         with suppress(OSError):
             for path in list(self.path.iterdir()):
-                if path.name not in kept and _OUTPUT_NAME.fullmatch(path.name):
+                if path.name not in kept_names and _OUTPUT_NAME.fullmatch(path.name):
                     path.unlink()
             self.path.rmdir()
 
@@ -323,11 +323,13 @@ class Card:
     @property
     def caption_groups(self) -> tuple[Sequence[CaptionLine], Sequence[CaptionLine], int]:
         """Captions to show, captions to fold, and number of captions that are not listed."""
-        remaining = self.captions[_MAX_CAPTIONS:]
-        folded = remaining[:_MAX_FOLDED]
-        chars = accumulate(len(caption.short_text) for caption in folded)
-        num_listed = next((number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded))
-        return self.captions[:_MAX_CAPTIONS], folded[:num_listed], len(remaining) - num_listed
+        remaining_captions = self.captions[_MAX_CAPTIONS:]
+        folded_captions = remaining_captions[:_MAX_FOLDED]
+        chars = accumulate(len(caption.short_text) for caption in folded_captions)
+        num_listed = next(
+            (number for number, sum_ in enumerate(chars, 1) if sum_ >= _MAX_FOLDED_CHARS), len(folded_captions)
+        )
+        return self.captions[:_MAX_CAPTIONS], folded_captions[:num_listed], len(remaining_captions) - num_listed
 
 
 def read_details(shard: CommittedShard, row: int, *, plan: ClipPlan, folder: ClipFolder) -> dict[str, Any]:

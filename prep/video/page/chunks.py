@@ -94,14 +94,14 @@ class Chunks:
         Raises:
             UserError: `where` is not a valid expression for chunks, or selects no chunk.
         """
-        parsed = parse_where(where, data_dir=data_dir)
-        parsed.require(("chunk", "video", "label"), because="the page shows chunks")
+        condition = parse_where(where, data_dir=data_dir)
+        condition.require(("chunk", "video", "label"), because="the page shows chunks")
         is_kept = selected_chunks(
-            parsed, data_dir, video_ids=self.video_ids, video_row=self.video, start_ms=self.start_ms
+            condition, data_dir, video_ids=self.video_ids, video_row=self.video, start_ms=self.start_ms
         )
         if not is_kept.any():
             raise UserError(
-                f"--where '{parsed.text}' matches none of the {len(self):,} chunks",
+                f"--where '{condition.text}' matches none of the {len(self):,} chunks",
                 hint="use a less restrictive condition",
             )
         return self.take(is_kept)
@@ -123,8 +123,8 @@ def read_chunks(variant: Variant) -> Chunks:
     rows = None
     if len(holes) < len(split_of) + len(variant.damaged):
         with suppress(Damaged, OSError):  # the indexes have the same content
-            merged = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
-            rows = _sort_rows(*merged.dictionary_codes("video_id"), merged.table)
+            merged_rows = read_chunk_rows(variant, columns=("video_id", *_COLUMNS))
+            rows = _sort_rows(*merged_rows.dictionary_codes("video_id"), merged_rows.table)
     if rows is None:
         rows = _read_indexes(variant, holes)
     if rows is None:
@@ -290,15 +290,15 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     Raises:
         UserError: The manifest is missing or damaged.
     """
-    labelled = read_labelled(data_dir)
+    labelled_captions = read_labelled(data_dir)
     begin_s = chunks.start_ms[numbers] / 1000
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
-    part, caption = match_labels(labelled, spans, video_ids=chunks.video_ids, must_cover=False)
-    names = [name for name in labelled.column_names if name.startswith(LABEL_PREFIX)]
+    part, caption = match_labels(labelled_captions, spans, video_ids=chunks.video_ids, must_cover=False)
+    names = [name for name in labelled_captions.column_names if name.startswith(LABEL_PREFIX)]
     labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
-            if (value := labelled[name][row].as_py()) is not None:
+            if (value := labelled_captions[name][row].as_py()) is not None:
                 labels_by_chunk.setdefault(number, {})[name.removeprefix(LABEL_PREFIX), value] = None
     return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 

@@ -207,7 +207,7 @@ def _publish(
     media = "data:" if plan.is_embedded else "'self' file:"  # for the content security policy
     pages = [PageLinks(path.name, folder.url, number, count, num_shown) for number in range(1, count + 1)]
     kept_names: set[str] = set()
-    listed: list[tuple[Card, int]] = []
+    listed_cards: list[tuple[Card, int]] = []
     written_bytes, clip_bytes = 0, 0
     first_cards: list[Card] = []
 
@@ -215,12 +215,14 @@ def _publish(
         return publish_page(file, TEMPLATE, **page_values(cards, header, page, media=media))
 
     for page in pages:
-        page_cards = [card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed))), cards, strict=False)]
+        page_cards = [
+            card for _, card in zip(range(min(PAGE_CHUNKS, num_shown - len(listed_cards))), cards, strict=False)
+        ]
         clips = [card.clip for card in page_cards if card.clip is not None]
         clip_bytes += sum(clip.size_bytes for clip in clips)
         kept_names |= {clip.url for clip in clips if not plan.is_embedded}
         # The list of all chunks has no images, so that even thousands of chunks can be searched.
-        listed += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
+        listed_cards += [(replace(card, pictures=(), clip=None), page.number) for card in page_cards]
         if page.number == 1:
             first_cards = page_cards  # publish the first page last, when the pages and clips that it links to exist
         else:
@@ -228,11 +230,11 @@ def _publish(
             written_bytes += publish(folder.path / name, [(card, page.number) for card in page_cards], page)
             kept_names.add(name)
     if count > 1:
-        written_bytes += publish(folder.path / "all.html", listed, replace(pages[0], number=0))
+        written_bytes += publish(folder.path / "all.html", listed_cards, replace(pages[0], number=0))
         kept_names.add("all.html")
     written_bytes += publish(path, [(card, 1) for card in first_cards], pages[0])
     folder.sweep(kept_names)
-    num_problems = sum(card.problem is not None for card, _ in listed)
+    num_problems = sum(card.problem is not None for card, _ in listed_cards)
     values: dict[str, Any] = {
         "html": os.fspath(path),
         "num_chunks": num_shown,
@@ -375,10 +377,10 @@ class PageLinks:
     @property
     def linked_numbers(self) -> list[int | None]:
         """Numbers of the pages in the navigation bar, with None for each gap."""
-        visible = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
+        visible_numbers = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
         last = 0
-        for number in sorted(visible):
+        for number in sorted(visible_numbers):
             numbers += [None, number] if number > last + 1 else [number]
             last = number
         return numbers

@@ -55,7 +55,7 @@ def test_a_lasting_failure_is_stored_and_tried_again_on_request_only(tmp_path: P
     probes = pa.Table.from_pylist([facts], schema=PROBES)
     for retry_failed, num_undetected in ((False, 0), (True, 1)):
         shots = shots_of(recipe, probes, shots=read_shots(tmp_path), retry_failed=retry_failed)
-        assert shots is not None and len(shots.undetected) == num_undetected
+        assert shots is not None and len(shots.undetected_rows) == num_undetected
         assert [code for code, _ in shots.failures.values()] == ["source_unreadable"] * (not retry_failed)
 
 
