@@ -69,7 +69,7 @@ class OpenSource:
     Attributes:
         size_bytes: Size of the source when it was opened.
         file: Content of the source.
-        libav_input: Argument for libav: the path of a local file, or a Python file for an object.
+        libav_input: Argument for libav: the path of a local file, or a Python file object for a remote object.
     """
 
     size_bytes: int

@@ -157,7 +157,7 @@ def find_ffmpeg() -> Ffmpeg:
         except RuntimeError as error:
             raise UserError(
                 f"the imageio-ffmpeg package does not contain an ffmpeg program: {error}",
-                hint=f"install its wheel, or set ${PROGRAM_VARIABLE} to a working program",
+                hint=f"install the wheel of the package, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
     version = _version(bundled_path, where="the imageio-ffmpeg package")
     return Ffmpeg(bundled_path, version, outdated_program=outdated_program)

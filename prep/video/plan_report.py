@@ -360,16 +360,12 @@ def estimate_lines(cost: Estimate) -> list[str]:
         size = range_text(*(size_text(round(size_bytes)) for size_bytes in cost.size_bytes_range))
     lines = [f"estimate {core_hours} of CPU time for {duration_text(3600 * cost.video_hours)} of video; {size}"]
     if cost.wall_hours_range is not None and cost.idle_hours is not None:
-        shortest_duration, longest_duration = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
-        idle_duration = duration_text(3600 * cost.idle_hours)
+        min_time, max_time = (duration_text(3600 * hours) for hours in cost.wall_hours_range)
+        idle_time = duration_text(3600 * cost.idle_hours)
         trials = f"; measured by encoding 5 s of {count_noun(cost.num_trials, 'video')}" if cost.num_trials else ""
         cores = f"the {count_noun(cost.num_cores, 'core')} of this machine"
-        load = (
-            ""
-            if longest_duration == idle_duration
-            else f", up to {longest_duration} alongside the other processes that are running now"
-        )
-        lines.append(f"         {range_text(shortest_duration, idle_duration)} on {cores}{load}{trials}")
+        load = "" if max_time == idle_time else f", up to {max_time} alongside the other processes that are running now"
+        lines.append(f"         {range_text(min_time, idle_time)} on {cores}{load}{trials}")
     if cost.lacking_trials:
         subject = "some trials were" if cost.num_trials else "all trials were"
         basis = "" if cost.num_trials else "; the estimate is based on averages from other machines and videos"

@@ -2,10 +2,10 @@
 
     N = E / (C x (a - r))      number of visits to each clip after which re-encoding pays off
 
-E is the CPU time for encoding all videos with a recipe, and C is the number of clips. a and r are the CPU times for
-reading and decoding a clip: a from the original source, measured on clips from random chunks, and r from a chunk made
-with the recipe. E and r come from the trial encodes of a plan (`clipmill.prep.video.plan_report`). The encoded sections
-are decoded like chunks.
+`E` is the CPU time for encoding all videos with a recipe, and `C` is the number of clips. `a` and `r` are the CPU times
+for reading and decoding a clip: `a` from the original source, measured on clips from random chunks, and `r` from a
+chunk made with the recipe. `E` and `r` come from the trial encodes of a plan (`clipmill.prep.video.plan_report`). The
+encoded sections are decoded like chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -166,7 +166,7 @@ def _read_source(path: Path, _fingerprint: str, timeline_json: str) -> _Source:
         if not any(part in name for part in _CONTAINERS) or codec not in _CODECS:
             raise SourceFailure(
                 FailureCode.NOT_INDEXABLE,
-                f"{codec} in {name} is not supported, only {', '.join(_CODECS)} in MP4, MOV, MKV and WebM",
+                f"{codec} in {name} is not supported; use {', '.join(_CODECS)} in MP4, MOV, MKV or WebM",
             )
         extradata = bytes(track.codec_context.extradata or b"")
         first_slice = slice_reader(codec, extradata)

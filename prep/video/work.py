@@ -104,7 +104,7 @@ def audio_lines(planned: PlanWithInputs) -> list[str]:
 
 
 def other_settings_lines(planned: PlanWithInputs) -> list[str]:
-    """Return the lines that are printed before a run if its settings differ from the current variant."""
+    """Return the lines to print before a run if its settings differ from the settings of the current variant."""
     try:
         differences, current_name = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
     except UserError:
@@ -185,7 +185,7 @@ def short_tails(plan: Plan) -> Addition:
     lines = [
         f"tails    {count_noun(len(tails), 'video')} with a last chunk shorter than {_SHORT_TAIL_S} s:"
         f" {', '.join(videos)}{more}",
-        "         kept, so no frame is lost; --tail merge adds tails to the previous chunk, --tail drop omits tails",
+        "         kept, so no frame is lost; --tail merge adds tails to the previous chunk, and --tail drop omits them",
     ]
     return Addition(lines if tails else [], {"num_short_tails": len(tails), "first_short_tails_s": first_tails})
 
