@@ -134,7 +134,7 @@ def overview(
     out
         HTML file to write.
     link
-        Additional page to link to, such as a page of train search. Repeat the flag for several pages.
+        Additional page to link to, such as a page from train search. Repeat the flag for several pages.
     """
     with Activity(f"writing {out}"):
         from clipmill.train.report.overview import write_overview

@@ -53,8 +53,8 @@ class EvaluationSpec:
         run_help: Description of the runs that the command accepts.
         needs: Required flags, such as `--label NAME`; empty for none.
         settings: Frozen dataclass whose fields are the flags. It must have a field `split`.
-        score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. It may raise
-            UserError and FailedWork.
+        score: Function that takes an opened run and settings, and returns an `evaluation.runner.Score`. The function
+            may raise UserError and FailedWork.
         table: Function that takes a result and returns its table.
         pictures: Key of the values in a result that are shown only on pages, such as clips as data URIs and metrics of
             each class. The console and --json omit these values.
@@ -183,15 +183,15 @@ class TaskSpec:
         effective_settings: Function that takes settings, source (None without initial weights) and `say`. It returns
             the settings with the values that the initial weights determine.
         evaluations: Evaluations, in the order of the results page.
-        finish_run: Function that takes run, settings and `say`. Rank 0 calls it at the end of a run, before the results
-            page is written.
+        finish_run: Function that takes run, settings and `say`. Rank 0 calls the function at the end of a run, before
+            the results page is written.
         start_lines: Function that takes the content of run.json and returns lines to print when training starts.
         formats: Code that opens an exported folder, keyed by the format (`train export --format`).
         export: Function that takes an `ExportRequest` and returns the exported files; None if `formats` is empty.
         adopt: Function that takes source, path and `say`. It returns this task's model for weights that do not come
             from a run, or None if the weights belong to a different task.
         adoptable: Description of the weights that `adopt` accepts, such as "a CLIP with both towers".
-        adopts_tags: True if a NAME:TAG of open_clip can be this task's model; other tasks reject it before a download.
+        adopts_tags: True if the task accepts a NAME:TAG of open_clip as its model; other tasks reject it before a download.
         has_frame_embedding: True if an export lets the user choose the temporal embedding of a single image.
         features: Features of the task's video tower; None if the tower cannot be probed.
         first_run: Proposals for a first run; None for a task that `train quickstart` does not offer.
@@ -227,7 +227,7 @@ class TaskSpec:
         """Open the task with the given settings.
 
         Args:
-            run: Run with a checkpoint, whose classes or tokenizer are used; None for a new run or other weights.
+            run: Run with a checkpoint that provides the classes or the tokenizer; None for a new run or other weights.
             arguments: Attention backend and device. For weights that do not come from a run, also the `shape` of the
                 model, and the `AdoptedModel.open_arguments`.
         """

@@ -95,7 +95,7 @@ class CaptionsSettings(Checked):
     The API key is read from OPENAI_API_KEY. The URL is not part of the recipe. Default: run the model locally."""
 
     prompt: Annotated[str, MODEL, FIRST_RUN] = PROMPT
-    """Prompt of the model, placed after the frames."""
+    """Prompt for the model, placed after the frames."""
 
     prompt_file: Annotated[Path | None, MODEL, NOT_STORED] = None
     """UTF-8 text file with the prompt, used instead of --prompt."""

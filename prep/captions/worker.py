@@ -157,7 +157,7 @@ def open_captioner(recipe: Recipe[CaptionsSettings], options: RequestOptions) ->
     files = find_model(settings.model)
     if files.sha256 != recipe.values["model_sha256"]:
         raise UserError(
-            f"the files of model {files.name} on this node differ from the files at planning time",
+            f"the files of model {files.name} on this node differ from the files that the plan was made with",
             hint="copy the same files to all nodes",
         )
     model = open_model(

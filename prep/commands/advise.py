@@ -55,7 +55,7 @@ class AdviseRequest(Checked):
         if self.bitrate is not None and self.column != VIDEO:
             yield UserError(
                 f"--bitrate has no effect on {self.column}",
-                hint=f"omit it, or use --column {VIDEO}",
+                hint=f"omit --bitrate, or use --column {VIDEO}",
                 flags=("--bitrate",),
             )
 
@@ -72,8 +72,8 @@ def advise(
     of a clip or stored latents. To measure the read speed, chunks of the current variant are read for a few seconds.
 
     For an index (`prep index`), clips are decoded from the source videos, and a few seconds of several videos are
-    encoded with each recipe. The report says how often each clip must be read until a recipe has saved the CPU time
-    that encoding takes.
+    encoded with each recipe. The report says how many times each clip must be read before a recipe has saved the CPU
+    time that encoding takes.
 
     Examples:
 
@@ -100,7 +100,7 @@ def advise(
     latency_s, is_total, speed_source = None, True, "set by --read-speed"
     read_bytes_per_s = 1e6 * (request.read_speed or 0)
     try:
-        with Activity("reading chunks to measure the reads of training"):
+        with Activity("reading chunks as training does, to measure the speed"):
             # If the chunks have latents, training may read the latents instead.
             tars, names = bucket_tars(data_dir), [request.column]
             is_remote = tars is not None
@@ -175,7 +175,7 @@ def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) ->
         for name in ("read_speed", "bitrate"):
             if getattr(request, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} has no effect on an index of videos", hint="omit it", flags=(flag,))
+                raise UserError(f"{flag} has no effect on an index of videos", hint=f"omit {flag}", flags=(flag,))
         from clipmill.prep.video.reencoding import advise_on_sources
 
         needs_step = request.run is not None or request.step_time is not None or request.batch is not None

@@ -87,7 +87,7 @@ def rejected_lines(
     num_captions_lost: int,
     folder: Path,
 ) -> list[str]:
-    """Return lines with the number of rejected files and rows by reason, and the first few of them.
+    """Return lines about rejected files and rows: their numbers by reason, and the first few.
 
     Args:
         num_rejected: Number of rejected files and rows, keyed by reason.

@@ -57,7 +57,7 @@ class ChunkVideo:
     """The frames of a chunk to decode, and their crops.
 
     Attributes:
-        sources: Frames of the chunk, and one frame of the next chunk if the last segment ends with it.
+        sources: Frames of the chunk, and one frame of the next chunk if the last segment ends with that frame.
         num_repeated: Number of repetitions of the last frame.
         segment_frames: Number of frames in a segment.
         squares: Crop of each segment.

@@ -49,16 +49,16 @@ class LatentsSettings(Checked):
     short side; exact: a random square of --size pixels for each segment, without resizing."""
 
     segment: Annotated[str, MODEL] = "5s"
-    """Length of a segment, whose frames share one random crop: 5s, 500ms, or 81f for frames. It must be a whole number
-    of frames at --fps. A video VAE encodes each segment separately, including the frame at its end: 5s at 16 fps is
-    81f."""
+    """Length of a segment, whose frames share one random crop: 5s, 500ms, or 81f for frames. The length must be a whole
+    number of frames at --fps. A video VAE encodes each segment separately, including the frame at its end: 5s at 16 fps
+    is 81f."""
 
     tail: Annotated[Literal["drop", "repeat"], MODEL, STORED_IF_CHANGED] = "drop"
     """Handling of an incomplete segment at the end of a video, for a video VAE. drop: omit the segment; repeat: repeat
     the last frame."""
 
     seed: Annotated[int, MODEL, SEED] = 0
-    """Random seed of --crop random, --crop exact and --posterior sample, 0 or more."""
+    """Random seed for --crop random, --crop exact and --posterior sample, 0 or more."""
 
     posterior: Annotated[Literal["mean", "sample"], MODEL] = "mean"
     """Latents to store: the mean of the posterior, or a sample."""

@@ -132,7 +132,7 @@ CLASSES = {
 }
 
 
-TINY = "tiny"  # name of the small VAE with seeded weights, which needs no download
+TINY = "tiny"  # name of the small VAE with seeded weights; it needs no download
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 IMAGE_CLASS = "AutoencoderKL"

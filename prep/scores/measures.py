@@ -263,7 +263,7 @@ BLACK_PIXELS = 0.98  # minimum fraction of black pixels in a black frame, as in 
 BAR_LEVEL = 9.3  # maximum mean luma of a line in a bar: 24 in limited range, as in ffmpeg's cropdetect
 # Maximum mean absolute difference between the blocks of frozen pictures, in levels. Compression causes about 0.9.
 STILL_DIFFERENCE = 3.0
-MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum difference of all blocks that is attributed to a key frame, in levels
+MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum median difference of the blocks that is attributed to a key frame, in levels
 _BLOCK_PX = 8  # side length of a block; the longer side of small luma has 16 blocks
 MIN_FROZEN_S = 1.0  # minimum duration of a freeze
 _HASH_SIDE, _PICTURE_SIDE = 8, 32

@@ -121,7 +121,7 @@ class Chunks:
         return {moment: pictures[frame] for moment, frame in moment_frames.items()}
 
     def _find(self, row: int) -> tuple[CommittedShard, int] | None:
-        """Return the shard of a chunk, and the row of the chunk in its index; None if no shard contains the chunk."""
+        """Return the shard of a chunk and the row in the index of the shard; None if no shard contains the chunk."""
         if row not in self._locations:
             key = key_of_row(self.table, row)
             locations = ((shard, pc.index(shard.index["key"], key).as_py()) for shard in self._shards)
@@ -201,7 +201,7 @@ def write_scores_page(variant: Variant, request: PageRequest) -> Report:
 
 
 def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[int, int], None]) -> dict[str, Any]:
-    """Return the values of the template."""
+    """Return the values for the template."""
     # Unknown values become NaN.
     columns = {
         score.name: np.asarray(chunks.table[score.name].cast(pa.float64()).to_numpy(), np.float64) for score in SECTIONS

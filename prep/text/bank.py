@@ -80,7 +80,7 @@ class Bank:
         self.refresh()
 
     def add_nan_rows(self, digests: Collection[bytes]) -> None:
-        """Add a NaN row for each text without a finite embedding, so that the part that makes the shards finds it."""
+        """Add a NaN row for each text without a finite embedding, for the part that makes the shards."""
         digest_array = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         rows = np.full((len(digest_array), self._width), np.nan, np.float16)
         write_block(self.folder, digest_array, rows, np.ones(len(digest_array)))

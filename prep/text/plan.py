@@ -199,7 +199,7 @@ def text_layout_path(data_dir: Path) -> Path:
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign each video with captions that is not in a shard yet to a new shard, split by split.
+    """Assign each captioned video that is not in a shard yet to a new shard, split by split.
 
     Args:
         layout: Table with schema clipmill.prep.core.tables.LAYOUT.
@@ -241,10 +241,10 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `layout` whose video has captions in the manifest and still has the split of the shard.
+    """Return the rows of `layout` whose videos have captions in the manifest and are still in the split of the shard.
 
     Returns:
-        Rows of the layout, and the row of the video in the manifest for each of them.
+        Rows of the layout, and the corresponding rows of the videos in the manifest.
     """
     rows = video_rows_of(layout, video_ids)
     return wanted_spans(layout, video_rows=rows, splits=splits, num_spans=(num_captions > 0).astype(np.int64))

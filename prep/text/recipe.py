@@ -55,7 +55,7 @@ class TextSettings(Checked):
     model, such as t5:google/umt5-xxl."""
 
     max_tokens: Annotated[int, MODEL, Range(2, 4096)] = 512
-    """Maximum length of a sequence of --encoder in tokens, 2 to 4096. Longer texts are truncated."""
+    """Maximum length of a sequence from --encoder in tokens, 2 to 4096. Longer texts are truncated."""
 
     precision: Annotated[Literal["float32", "bfloat16"], MODEL] = "float32"
     """Data type in which --encoder computes. Vectors are stored as float16."""

@@ -33,7 +33,7 @@ class CaptionSource:
         num_captions: Number of captions.
         is_further: True if `prep manifest captions` added the source; False if the captions came with the dataset.
         weights: Names of the models that wrote the captions, with the first digits of the SHA-256 of their weights.
-        stale_because: Reason why the captions do not match the current variant that they were made from, or None.
+        stale_because: Reason why the captions are stale (made from data that are no longer current), or None.
     """
 
     name: str
@@ -119,14 +119,14 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
             for span in np.flatnonzero(is_beyond)[:MAX_ENTRIES].tolist():
                 video, caption = int(block.video[span]), int(block.counts[:span].sum())
                 end = f" to {block.end_s[span]:g} s" if np.isfinite(block.end_s[span]) else ""
-                times = f"{block.begin_s[span]:g} s{end}, of a video of {end_s[video]:g} s"
+                times = f"{block.begin_s[span]:g} s{end}, in a video of {end_s[video]:g} s"
                 text = captions.texts[int(block.row[caption])].as_py()
                 first.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
     return LateCaptions(num_begin, num_end, first_few(first))
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
-    """Return the variants of `video`, except the current variant, whose chunks are described by a caption source.
+    """Return the non-current variants of `video` whose chunks a caption source describes.
 
     Args:
         models: Records of the models that wrote the captions of the source.

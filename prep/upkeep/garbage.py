@@ -109,7 +109,7 @@ class KeepRules:
     Attributes:
         readers: Readers of the data folder. Variants with readers are kept.
         names: Names of variants to keep.
-        min_age_s: Minimum age in seconds of a variant to remove, since its last change. 0 for no limit.
+        min_age_s: Minimum time in seconds since the last change of a variant to remove; 0 for no limit.
     """
 
     readers: Readers
@@ -367,7 +367,7 @@ def _classify_subfolder(
     unknown: list[str],
     needed: Collection[str] = (),
 ) -> None:
-    """Add the files in a subfolder of a variant to `known` or `unknown`, including the subfolders of the commits."""
+    """Add the files in a variant's subfolder to `known` or `unknown`. The commits may be in further subfolders."""
     for entry in _entries(folder):
         if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
             continue

@@ -126,8 +126,8 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
     """Return the shard and row of a sample.
 
     Args:
-        name: Key of the sample, beginning of the key, or file name of the video. Unless it is a complete key, exactly
-            one sample must match.
+        name: Key of the sample, beginning of the key, or file name of the video. If the name is not a complete key,
+            exactly one sample must match.
 
     Raises:
         UserError: No sample or several samples match. The hint lists the matching or the nearest keys.

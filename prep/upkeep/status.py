@@ -70,7 +70,7 @@ class VariantStatus:
         where: Condition that selected the samples of the last run; None if the run selected all samples.
         num_missing: Number of missing shards; always 0 for the current variant, whose missing shards are in
             `ColumnStatus.to_make`.
-        num_unread: Number of shards with an unreadable index, which `hours` does not include.
+        num_unread: Number of shards with an unreadable index. `hours` does not include these shards.
         lost: Number of failures that prevent the variant from becoming current (`lost_samples`), keyed by failure code.
         left_out: Lines about parts of videos that the settings omit, such as tails.
         is_late: True if a run wrote the files after `prep gc` had removed the variant (`late_files`).
@@ -104,7 +104,7 @@ class ColumnStatus:
         variants: Status of each variant, the current variant first.
         problems: Missing and damaged shards of the current variant, as (shard ID, "missing" or "corrupt", reason).
         stale_because: Reason why the column's command would now make a different variant; None if it would not.
-        to_make: Number of shards that the column's command would make after the last probes, keyed by shard state.
+        to_make: Number of shards, keyed by state, that the column's command would make according to the last probes.
         num_orphaned: Number of shards that the column's command would remove.
         file_problems: Problems of files that are derived from the shards of the current variant.
         failures_file: List of the failures of the last run; None if the last run had no failures.
@@ -205,7 +205,7 @@ class Status:
         columns: Status of each column, keyed by column name, including columns without variants.
         leakage: Leakage between splits; None if there are no scores.
         lost: Time that each split loses because its videos have captions of other splits, keyed by split.
-        damaged: Errors about damaged records. The rest of the status was read.
+        damaged: Errors about damaged records. All other records were read.
     """
 
     data_dir: Path
@@ -430,7 +430,7 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command for a column with the settings of the current variant or, without one, the first variant."""
+    """Return the command for a column with the settings of the current variant, or of the first if none is current."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted_variant := current_variant(data_dir, column.column)) is not None:

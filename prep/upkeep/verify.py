@@ -449,7 +449,7 @@ def _layout_repair(path: Path, data_dir: Path) -> str:
 
 
 def _command_of(data_dir: Path, column: ColumnSpec, matches: Callable[[StoredRecipe], bool]) -> str | None:
-    """Return the command for a variant with a matching recipe, preferably the current variant, or None."""
+    """Return the command for a variant with a matching recipe (preferably the current variant), or None."""
     current = None
     with suppress(UserError):  # a damaged dataset.json is reported separately
         current = current_variant(data_dir, column.name)
@@ -481,7 +481,7 @@ def verified_text(result: VerifyResult, *, column: ColumnSpec, max_findings: int
 
 
 def repairs_text(records: list[RecordFinding]) -> list[str]:
-    """Return a line with the number of damaged records and the commands that repair them, or an empty list."""
+    """Return a line with the number of damaged records and the commands that repair them; [] if there are none."""
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)

@@ -344,8 +344,8 @@ def choose_label(surveys: Sequence[Survey], *, requested: str | None) -> str:
         requested: Value of --label; None for the only label.
 
     Raises:
-        UserError: The data folders do not share the requested label or any label. Or they share several labels, and
-            none was requested.
+        UserError: The requested label is not in all data folders. Or no label was requested, and the data folders share
+            no label or several labels.
     """
     labels = [name for name in surveys[0].labels if all(name in data.labels for data in surveys)]
     if requested is not None and requested in labels:

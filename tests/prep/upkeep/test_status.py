@@ -210,13 +210,13 @@ def test_captions_with_times_after_the_end_of_their_video_are_counted(
     text = prep("status", "--data", shard_set.data).stdout
     assert expected in text
     named = [line.strip() for line in text.splitlines() if "_after_end: " in line]
-    assert [line.partition(" s, of a video of ")[0].split(": ")[1] for line in named] == [
+    assert [line.partition(" s, in a video of ")[0].split(": ")[1] for line in named] == [
         "begins_after_end",
         "ends_after_end",
     ]
     first = prep("status", "--data", shard_set.data, "--json").summary["videos"]["first_captions_beyond"]
     assert [f"{row['name']}: {row['code']}: {row['message']}" for row in first] == named
-    assert "of a video of 4 s: " in named[0] and "of a video of 1.9 s: " in named[1]
+    assert "in a video of 4 s: " in named[0] and "in a video of 1.9 s: " in named[1]
     (shard_set.data / "manifest" / SPANS_FILE).write_bytes(b"x")
     assert "after the end" not in prep("status", "--data", shard_set.data, status=2).stdout
 
