@@ -191,7 +191,8 @@ class TaskSpec:
         adopt: Function that takes source, path and `say`. It returns this task's model for weights that do not come
             from a run, or None if the weights belong to a different task.
         adoptable: Description of the weights that `adopt` accepts, such as "a CLIP with both towers".
-        adopts_tags: True if the task accepts a NAME:TAG of open_clip as its model; other tasks reject it before a download.
+        adopts_tags: True if the task accepts a NAME:TAG of open_clip as its model. Other tasks reject a tag without
+            downloading anything.
         has_frame_embedding: True if an export lets the user choose the temporal embedding of a single image.
         features: Features of the task's video tower; None if the tower cannot be probed.
         first_run: Proposals for a first run; None for a task that `train quickstart` does not offer.
