@@ -99,21 +99,22 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
     num_copied = 0
-    for name, new in shapes.items():
+    for name, new_shape in shapes.items():
         if name not in source.tensors:
             why = next((reason for part, reason in _INITIALISATIONS.items() if part in name), "")
-            changes.append(Change(kind="created" if why else "missing", name=name, new=new, why=why))
+            changes.append(Change(kind="created" if why else "missing", name=name, new=new_shape, why=why))
             continue
         tensor = source.tensors[name]
-        old = tuple(tensor.shape)
-        if old == new:
+        old_shape = tuple(tensor.shape)
+        if old_shape == new_shape:
             tensors[name] = tensor
             num_copied += 1
             continue
-        kind, fitted, why = _resize_tensor(name, tensor, new)
-        if fitted is not None:
-            tensors[name] = fitted
-        changes.append(Change(kind=kind, name=name, origin=source.origins[name], old=old, new=new, why=why))
+        kind, resized_tensor, why = _resize_tensor(name, tensor, new_shape)
+        if resized_tensor is not None:
+            tensors[name] = resized_tensor
+        origin = source.origins[name]
+        changes.append(Change(kind=kind, name=name, origin=origin, old=old_shape, new=new_shape, why=why))
 
     def record_unused(name: str, origin: str, tensor: torch.Tensor, why: str = "") -> None:
         kind: ChangeKind = "dropped" if why else "unexpected"
@@ -145,35 +146,39 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     )
 
 
-def _resize_tensor(name: str, tensor: torch.Tensor, new: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
-    """Return the kind of change, the tensor with shape `new` (None if the model initialises it), and the reason."""
-    old = tuple(tensor.shape)
-    if name == CONV and len(old) == 4 and len(new) == 5 and old == (*new[:2], *new[3:]):
-        return "resized", inflate_cubes(tensor, new[2]), "a cube of identical frames gives the result of one frame"
-    if name in _PROJECTIONS and len(old) == 2 and old[0] == new[0]:
+def _resize_tensor(name: str, tensor: torch.Tensor, new_shape: Shape) -> tuple[ChangeKind, torch.Tensor | None, str]:
+    """Return the kind of change, the tensor with the new shape (None if the model initialises it), and the reason."""
+    old_shape = tuple(tensor.shape)
+    if name == CONV and len(old_shape) == 4 and len(new_shape) == 5 and old_shape == (*new_shape[:2], *new_shape[3:]):
+        return (
+            "resized",
+            inflate_cubes(tensor, new_shape[2]),
+            "a cube of identical frames gives the result of one frame",
+        )
+    if name in _PROJECTIONS and len(old_shape) == 2 and old_shape[0] == new_shape[0]:
         return (
             "dropped",
             None,
-            f"embedding width {new[1]} in the model, {old[1]} in the weights: a new projection is learned",
+            f"embedding width {new_shape[1]} in the model, {old_shape[1]} in the weights: a new projection is learned",
         )
-    if len(old) != 2 or len(new) != 2 or old[1] != new[1]:
+    if len(old_shape) != 2 or len(new_shape) != 2 or old_shape[1] != new_shape[1]:
         return "reshaped", None, ""
-    if name == "video.positional_embedding" and _is_square(old[0] - 1) and _is_square(new[0] - 1):
+    if name == "video.positional_embedding" and _is_square(old_shape[0] - 1) and _is_square(new_shape[0] - 1):
         return (
             "resized",
-            resize_positions(tensor, num_positions=new[0]),
+            resize_positions(tensor, num_positions=new_shape[0]),
             "a different resolution: bicubic interpolation, as in open_clip",
         )
     if name == TEMPORAL_EMBEDDING:
         why = "a different number of frames: interpolated along time"
-        return "resized", resample_temporal(tensor.float(), new[0]).to(tensor.dtype), why
-    if name in _TEXT_POSITIONS and old[0] > new[0]:
-        return "resized", tensor[: new[0]], f"shorter captions: the first {new[0]} positions are kept"
-    if name in _TEXT_POSITIONS and old[0] > _KEPT_POSITIONS:
+        return "resized", resample_temporal(tensor.float(), new_shape[0]).to(tensor.dtype), why
+    if name in _TEXT_POSITIONS and old_shape[0] > new_shape[0]:
+        return "resized", tensor[: new_shape[0]], f"shorter captions: the first {new_shape[0]} positions are kept"
+    if name in _TEXT_POSITIONS and old_shape[0] > _KEPT_POSITIONS:
         why = f"longer captions: {_KEPT_POSITIONS} positions kept, the others stretched, as in Long-CLIP"
-        return "resized", stretched_positions(tensor, new[0]), why
-    if name == "text.token_embedding.weight" and old[0] > new[0]:
-        return "resized", tensor[: new[0]], f"the tokenizer has {new[0]} tokens: the other rows are padding"
+        return "resized", stretched_positions(tensor, new_shape[0]), why
+    if name == "text.token_embedding.weight" and old_shape[0] > new_shape[0]:
+        return "resized", tensor[: new_shape[0]], f"the tokenizer has {new_shape[0]} tokens: the other rows are padding"
     return "reshaped", None, ""
 
 
@@ -203,9 +208,9 @@ def stretched_positions(positions_LD: torch.Tensor, num_positions: int) -> torch
 def resize_positions(positions_PD: torch.Tensor, *, num_positions: int) -> torch.Tensor:
     """Resize positional embeddings to a different number of patches. The embedding of the class token is unchanged."""
     class_1D, grid_PD = positions_PD[:1], positions_PD[1:]
-    old, new = math.isqrt(len(grid_PD)), math.isqrt(num_positions - 1)
-    grid_1DHW = grid_PD.float().T.unflatten(1, (old, old))[None]
-    resized_1DHW = functional.interpolate(grid_1DHW, size=(new, new), mode="bicubic", antialias=True)
+    old_side, new_side = math.isqrt(len(grid_PD)), math.isqrt(num_positions - 1)
+    grid_1DHW = grid_PD.float().T.unflatten(1, (old_side, old_side))[None]
+    resized_1DHW = functional.interpolate(grid_1DHW, size=(new_side, new_side), mode="bicubic", antialias=True)
     return torch.cat([class_1D, resized_1DHW[0].flatten(1).T.to(positions_PD.dtype)])
 
 
@@ -415,8 +420,8 @@ def _summarise_changes(changes: Sequence[Change]) -> str:
     for kind, label in (("missing", "missing"), ("unexpected", "unexpected"), ("reshaped", "with a different shape")):
         names = [change.origin or change.name for change in changes if change.kind == kind]
         if names:
-            more = ", ..." if len(names) > _MAX_NAMES else ""
-            parts.append(f"{len(names)} {label} ({', '.join(names[:_MAX_NAMES])}{more})")
+            ending = ", ..." if len(names) > _MAX_NAMES else ""
+            parts.append(f"{len(names)} {label} ({', '.join(names[:_MAX_NAMES])}{ending})")
     return "; ".join(parts)
 
 
