@@ -312,7 +312,7 @@ AVION = Format(
         std=CLIP_STD,
         remarks=(
             "AVION's weights were trained with GELU (CLIP: QuickGELU), a layer norm eps of 1e-6 in vision (CLIP: "
-            "1e-5), and a red mean of 108.33 / 255 (CLIP: 122.77 / 255); these values are used here too",
+            "1e-5), and a red mean of 108.33 / 255 (CLIP: 122.77 / 255); clipmill uses the same values",
         ),
     ),
 )
@@ -329,7 +329,7 @@ LAVILA = Format(
         std=CLIP_STD,
         remarks=(
             "LaViLa's weights were trained with QuickGELU, a layer norm eps of 1e-6 in vision (CLIP: 1e-5), and a red "
-            "mean of 108.33 / 255 (CLIP: 122.77 / 255); these values are used here too",
+            "mean of 108.33 / 255 (CLIP: 122.77 / 255); clipmill uses the same values",
             "LaViLa's video tower has divided attention over time and space (--towers.attention divided)",
         ),
     ),

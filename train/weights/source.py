@@ -217,5 +217,5 @@ def choose_value(flag: str, user_value: Value | None, weights_value: Value | Non
     if user_value is None:
         return weights_value
     if weights_value is not None and user_value != weights_value:
-        say(f"weights: they were trained with {weights_value}, but {flag} is {user_value}, which is used")
+        say(f"weights: they were trained with {weights_value}, but {flag} is {user_value}; the flag takes precedence")
     return user_value

@@ -171,7 +171,10 @@ def test_what_the_user_said_goes_before_the_weights_and_is_said(tmp_path: Path) 
     path = write_avion(tmp_path / "avion.pt")
     settings = settings_from(path, messages.append, towers=Towers(activation="quick_gelu"))
     assert (settings.towers.activation, settings.towers.video_norm_eps) == ("quick_gelu", 1e-6)
-    assert "weights: they were trained with gelu, but --towers.activation is quick_gelu, which is used" in messages
+    assert (
+        "weights: they were trained with gelu, but --towers.activation is quick_gelu; the flag takes precedence"
+        in messages
+    )
 
 
 def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
@@ -263,7 +266,10 @@ def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[s
     assert settings.loss.temperature == changes.get("loss", Loss()).temperature
     assert f"weights: temperature 0.025 is not used: {reason}" in messages
     if "towers" in changes:
-        assert "weights: they were trained with 48, but --towers.embedding-width is 64, which is used" in messages
+        assert (
+            "weights: they were trained with 48, but --towers.embedding-width is 64; the flag takes precedence"
+            in messages
+        )
 
 
 def test_text_norms_of_another_eps_are_refused(tmp_path: Path) -> None:
