@@ -150,16 +150,16 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
     for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         classes = np.unique(bank_M[bank_M >= 0])
         if len(classes) < 2:
-            problem = f"no clip of split {bank_split!r} has the label {label.label!r}"
+            problem = f"no bank clip from split {bank_split!r} has the label {label.label!r}"
             if len(classes):
-                problem = f"all clips of split {bank_split!r} have the class {label.names[int(classes[0])]!r}"
+                problem = f"all bank clips from split {bank_split!r} have the class {label.names[int(classes[0])]!r}"
             raise UserError(
                 f"{problem}, but a probe needs at least two classes",
                 hint="use more data, or a different label",
             )
         if not (label_N >= 0).any():
             raise UserError(
-                f"no clip of split {evaluation.split!r} has the label {label.label!r}",
+                f"none of the clips to score in split {evaluation.split!r} has the label {label.label!r}",
                 hint="use a different split or label",
             )
         num_bank = int((bank_M >= 0).sum())
