@@ -124,19 +124,19 @@ def publish_table(out: Path, parts: Sequence[CaptionPart], *, plan: Mapping[str,
     Raises:
         FailedWork: No clip could be decoded.
     """
-    failed: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
     num_captions = 0
     for part in parts:
         with pq.ParquetFile(part.path(out)) as file:
-            failed += json.loads(file.schema_arrow.metadata[_FAILED])
+            failures += json.loads(file.schema_arrow.metadata[_FAILED])
             num_captions += file.metadata.num_rows
     num_clips = parts[-1].end
-    if len(failed) == num_clips:
-        raise FailedWork(f"no clip could be decoded ({num_clips:,} failed); the first failure: {failed[0]['detail']}")
-    if failed:
-        publish_bytes(failures_path(out), "".join(json.dumps(failure) + "\n" for failure in failed).encode())
-    num_empty = (num_clips - len(failed)) * plan["settings"].get("num_samples", 1) - num_captions
-    counts = (num_clips, num_captions, num_empty, len(failed))
+    if len(failures) == num_clips:
+        raise FailedWork(f"no clip could be decoded ({num_clips:,} failed); the first failure: {failures[0]['detail']}")
+    if failures:
+        publish_bytes(failures_path(out), "".join(json.dumps(failure) + "\n" for failure in failures).encode())
+    num_empty = (num_clips - len(failures)) * plan["settings"].get("num_samples", 1) - num_captions
+    counts = (num_clips, num_captions, num_empty, len(failures))
     record = {**plan, **dict(zip(_COUNTS, counts, strict=True))}
     write_pseudo_captions(out, _groups(parts, out), record=record)
     return record
@@ -249,10 +249,10 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
         FailedWork: No clip could be decoded, or a likelihood is not finite.
     """
     with ExitStack() as stack:
-        finished = world.first(lambda: _begin(work, out, stack=stack))
-        if finished is not None:
+        finished_record = world.first(lambda: _begin(work, out, stack=stack))
+        if finished_record is not None:
             progress.say(f"nothing to do: {out} is finished")
-            return finished
+            return finished_record
         parts = work.parts
         missing = missing_parts(parts, out, world=world, progress=progress)
         local_parts = missing[world.rank :: world.size]
@@ -304,16 +304,16 @@ def _caption_part(
     work: CaptionWork, part: CaptionPart, *, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, out: Path
 ) -> int:
     """Caption and publish a part, and return the number of failed clips."""
-    tables, failed = [SCHEMA.empty_table()], []
+    tables, failures = [SCHEMA.empty_table()], []
     for begin in range(part.begin, part.end, work.batch):
-        loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
-        failed += [sample for sample in loaded if isinstance(sample, FailedSample)]
-        if clips := [sample for sample in loaded if not isinstance(sample, FailedSample)]:
+        samples = list(islice(outcomes, min(work.batch, part.end - begin)))
+        failures += [sample for sample in samples if isinstance(sample, FailedSample)]
+        if clips := [sample for sample in samples if not isinstance(sample, FailedSample)]:
             tables.append(_caption_rows(work, clips, ring))
-    lines = json.dumps([asdict(failure) for failure in failed]).encode()
+    lines = json.dumps([asdict(failure) for failure in failures]).encode()
     with publish_atomically(part.path(out)) as temporary:
         pq.write_table(pa.concat_tables(tables).replace_schema_metadata({_FAILED: lines}), temporary)
-    return len(failed)
+    return len(failures)
 
 
 def _caption_rows(work: CaptionWork, clips: Sequence[Sample], ring: BatchRing) -> pa.Table:

@@ -69,12 +69,12 @@ class VisualProjector(nn.Module):
     def forward(self, video_VNE: Tensor) -> Tensor:
         """Return the visual tokens."""
         if self.attention is None:
-            reduced = adaptive_avg_pool1d(video_VNE.transpose(1, 2), self.num_tokens).transpose(1, 2)
+            tokens_VnE = adaptive_avg_pool1d(video_VNE.transpose(1, 2), self.num_tokens).transpose(1, 2)
         else:
             queries, video_VNE = self.query_embedding.expand(len(video_VNE), -1, -1), self.ln_video(video_VNE)
-            reduced, _ = self.attention(queries, video_VNE, video_VNE, need_weights=False)
-        visual: Tensor = self.mlp(reduced)
-        return visual
+            tokens_VnE, _ = self.attention(queries, video_VNE, video_VNE, need_weights=False)
+        visual_VnD: Tensor = self.mlp(tokens_VnE)
+        return visual_VnD
 
 
 def prefix_of(model: nn.Module, video_VCTHW: Tensor, before_bD: Tensor, after_aD: Tensor) -> Tensor:
@@ -207,17 +207,17 @@ def can_decode(decoder: "PreTrainedModel") -> bool:
     )
     embeddings_RLD = decoder.get_input_embeddings()(ids_RL)
     try:
-        all_RLW = decoder(inputs_embeds=embeddings_RLD, use_cache=False).logits
-        start = decoder(inputs_embeds=embeddings_RLD[:, :-1], use_cache=True)
-        cache = PrefixCache(start.past_key_values, None)
+        joint_RLW = decoder(inputs_embeds=embeddings_RLD, use_cache=False).logits
+        prefix_output = decoder(inputs_embeds=embeddings_RLD[:, :-1], use_cache=True)
+        cache = PrefixCache(prefix_output.past_key_values, None)
         cache.keep(torch.tensor([1, 0]))
-        last = decoder(input_ids=ids_RL.flip(0)[:, -1:], past_key_values=cache.keys_values, use_cache=True)
+        last_output = decoder(input_ids=ids_RL.flip(0)[:, -1:], past_key_values=cache.keys_values, use_cache=True)
     except (AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
     finally:
         decoder.train(was_training)
-    read_RLW = torch.cat([start.logits, last.logits[:, -1:].flip(0)], dim=1)
-    return bool((read_RLW - all_RLW).abs().max() <= _MAX_PROBE_ERROR * all_RLW.abs().max())
+    stepwise_RLW = torch.cat([prefix_output.logits, last_output.logits[:, -1:].flip(0)], dim=1)
+    return bool((stepwise_RLW - joint_RLW).abs().max() <= _MAX_PROBE_ERROR * joint_RLW.abs().max())
 
 
 def language_blocks(decoder: nn.Module) -> list[nn.Module]:

@@ -113,10 +113,10 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
         if order > 1:
             # An n-gram consists of an (n - 1)-gram and the next word.
             pairs = code[has_order] * max(len(vocabulary), 1) + words[np.flatnonzero(has_order) + order - 1]
-            distinct, inverse = np.unique(pairs, return_inverse=True)
+            distinct_pairs, inverse = np.unique(pairs, return_inverse=True)
             code = np.zeros_like(code)
             code[has_order] = inverse
-            num_grams = max(len(distinct), 1)
+            num_grams = max(len(distinct_pairs), 1)
         keys, count = np.unique(caption[has_order] * num_grams + code[has_order], return_counts=True)
         counts.append(GramCounts(keys // num_grams, keys % num_grams, count.astype(np.int64), num_grams))
     return counts
@@ -133,14 +133,16 @@ def look_up(queries: Ints, keys: Ints, values: Ints) -> Ints:
 def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
     """Compute BLEU-1 to BLEU-4 for the corpus, [4], and for each of its V videos, [4, V]."""
     lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
-    closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
+    closest_lengths = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
     matches = np.zeros((MAX_ORDER, num_videos))
-    possible = np.zeros((MAX_ORDER, num_videos))
+    num_grams = np.zeros((MAX_ORDER, num_videos))
     for order, (ours, theirs) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
         matches[order] = _clipped_matches(ours, theirs, corpus.video_of_reference, num_videos)
-        possible[order] = np.maximum(lengths - order, 0)
-    corpus_scores = _scores(matches.sum(1)[:, None], possible.sum(1)[:, None], lengths.sum()[None], closest.sum()[None])
-    return corpus_scores[:, 0], _scores(matches, possible, lengths, closest)
+        num_grams[order] = np.maximum(lengths - order, 0)
+    corpus_scores = _scores(
+        matches.sum(1)[:, None], num_grams.sum(1)[:, None], lengths.sum()[None], closest_lengths.sum()[None]
+    )
+    return corpus_scores[:, 0], _scores(matches, num_grams, lengths, closest_lengths)
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
@@ -155,15 +157,15 @@ def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: I
     """Count the matching n-grams of each candidate. An n-gram counts at most as often as in any single reference."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
-    distinct, first = np.unique(keys[order], return_index=True)
-    max_counts = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
-    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct, max_counts))
+    distinct_keys, starts = np.unique(keys[order], return_index=True)
+    max_counts = np.maximum.reduceat(theirs.count[order], starts) if len(starts) else starts
+    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct_keys, max_counts))
     return np.asarray(np.bincount(ours.caption, weights=matches, minlength=num_videos), dtype=np.float64)
 
 
-def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
+def _scores(matches: Floats, num_grams: Floats, length: Ints, reference_length: Ints) -> Floats:
     """Return BLEU [4, V] from the counts [4, V] of matching and of all n-grams, and from lengths [V]."""
-    precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
+    precisions = np.cumprod((matches + _TINY) / (num_grams + _SMALL), axis=0)
     scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
     ratio = (length + _TINY) / (reference_length + _SMALL)
     return scores * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
@@ -191,9 +193,9 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     """Return the cosine of each reference and its candidate for one order, [R], with clipped and with plain entries."""
     num_references = len(video_of_reference)
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
-    ascending = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
-    distinct = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
-    document_frequency = np.bincount(distinct % theirs.num_grams, minlength=theirs.num_grams)
+    sorted_keys = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
+    distinct_keys = sorted_keys[np.flatnonzero(np.diff(sorted_keys, prepend=-1))]
+    document_frequency = np.bincount(distinct_keys % theirs.num_grams, minlength=theirs.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(document_frequency, 1))
 
     our_norm = np.sqrt(np.bincount(ours.caption, weights=(ours.count * idf[ours.gram]) ** 2, minlength=num_videos))
@@ -222,9 +224,9 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
     precision = recall = 0.0
     for reference in references:
         reference_words = reference.split(" ")
-        common = _common_length(positions, len(words), reference_words)
-        precision = max(precision, common / len(words))
-        recall = max(recall, common / len(reference_words))
+        common_length = _common_length(positions, len(words), reference_words)
+        precision = max(precision, common_length / len(words))
+        recall = max(recall, common_length / len(reference_words))
     if precision == 0 or recall == 0:
         return 0.0
     return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)

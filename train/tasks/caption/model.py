@@ -172,11 +172,15 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
                 flags=(f"--decoder.{name}", "--init.weights"),
             )
     tokenizer_of_folder = read_tokenizer(folder) if has_tokenizer(folder) else None
-    requested = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
-    tokenizer = tokenizer_of_folder or requested
+    requested_tokenizer = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
+    tokenizer = tokenizer_of_folder or requested_tokenizer
     if tokenizer is None:
         raise no_tokenizer(str(init_weights))
-    if tokenizer_of_folder and requested and tokenizer_of_folder.token_ids() != requested.token_ids():
+    if (
+        tokenizer_of_folder
+        and requested_tokenizer
+        and tokenizer_of_folder.token_ids() != requested_tokenizer.token_ids()
+    ):
         raise UserError(
             f"the tokens of --decoder.tokenizer {decoder.tokenizer} differ from the tokens that the decoder of "
             f"{folder} was trained with (--init.weights)",

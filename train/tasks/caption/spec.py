@@ -315,17 +315,16 @@ class CaptionerSettings(ClipSettings):
         """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""
         yield from super().check_effects(typed)
         start = self.init.weights
-        for name, others in _NEW_PARTS.items():
-            replacements = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
+        for name, alternatives in _NEW_PARTS.items():
+            sources = {self.decoder.flag(source): getattr(self.decoder, source) for source in alternatives}
             if start and has_captioner(Path(start)):
-                replacements = {"--init.weights": start, **replacements}
-            flag, used = self.decoder.flag(name), [(other, value) for other, value in replacements.items() if value]
-            if flag in typed and used:
-                other, value = used[0]
+                sources = {"--init.weights": start, **sources}
+            flag, source_flag = self.decoder.flag(name), next((key for key, value in sources.items() if value), None)
+            if flag in typed and source_flag is not None:
                 yield UserError(
-                    f"{flag} is {typed[flag]}, which has no effect: {other} is {value}",
+                    f"{flag} is {typed[flag]}, which has no effect: {source_flag} is {sources[source_flag]}",
                     hint="omit it",
-                    flags=(flag, other),
+                    flags=(flag, source_flag),
                 )
 
 

@@ -273,8 +273,8 @@ def format_of(path: Path, file_format: VideoFormat | None) -> VideoFormat:
             hint="omit --format, or the suffix",
             flags=("--out", "--format"),
         )
-    if (selected := file_format or suffix) is not None:
-        return selected
+    if (file_format := file_format or suffix) is not None:
+        return file_format
     raise UserError(
         f"--out {path} has no known format",
         hint="use the suffix .json or .srt, or add --format; without --out, lines of text are printed",
@@ -288,12 +288,12 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
     stems = [video.stem if stem_counts[video.stem.casefold()] == 1 else video.name for video in videos]
     counts = Counter(stem.casefold() for stem in stems)
     names: list[str] = []
-    taken: set[str] = set()
+    used_stems: set[str] = set()
     for stem in stems:
         candidate, number = stem, 1
-        while (number == 1 and counts[stem.casefold()] > 1) or candidate.casefold() in taken:
+        while (number == 1 and counts[stem.casefold()] > 1) or candidate.casefold() in used_stems:
             candidate, number = f"{stem}-{number}", number + 1
-        taken.add(candidate.casefold())
+        used_stems.add(candidate.casefold())
         names.append(f"{candidate}.srt")
     return names
 
@@ -394,9 +394,10 @@ def open_sink(out: Path, videos: Sequence[Path], *, file_format: VideoFormat | N
         )
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
-    if existing := [file for file in files if file.exists()]:
-        more = f", and {count_noun(len(existing) - 1, 'more file')} of --out {out}" if len(existing) > 1 else ""
-        raise UserError(f"{existing[0]} exists already{more}", hint="use a different --out")
+    if existing_files := [file for file in files if file.exists()]:
+        num_more = len(existing_files) - 1
+        note = f", as do {count_noun(num_more, 'more file')} of --out {out}" if num_more else ""
+        raise UserError(f"{existing_files[0]} exists already{note}", hint="use a different --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Write a temporary file, because permission bits do not show whether a folder is writable.

@@ -115,7 +115,7 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
         VideoFailed: The decoder reports an error, a frame is damaged, or the last frames are missing. All earlier
             frames are valid.
     """
-    last, num_frames, timeline = Fraction(-1), 0, timing.timeline
+    last_s, num_frames, timeline = Fraction(-1), 0, timing.timeline
     try:
         with _open_container(path) as container:
             stream = find_track(container, timeline.track)
@@ -128,17 +128,17 @@ def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
                         continue
                     raise VideoFailed(f"the frame at {float(time_s):.2f} s is damaged")
                 num_frames += 1
-                last = max(last, time_s)
+                last_s = max(last_s, time_s)
                 yield TimedFrame(time_s * US_PER_S, frame, timeline.aspect_at(time_s))
     except _Unreadable as error:
-        position = f"after {float(last):.2f} s" if num_frames else "from the start"
+        position = f"after {float(last_s):.2f} s" if num_frames else "from the start"
         raise VideoFailed(f"cannot be decoded {position}: {error}") from error
     if not num_frames:
         raise VideoFailed("no frame can be decoded")
-    if last < timeline.last - _SLACK_S:
-        last_s, expected_s = float(last), float(timeline.last)
+    if last_s < timeline.last - _SLACK_S:
+        expected_s = float(timeline.last)
         raise VideoFailed(
-            f"the last decoded frame is at {last_s:.2f} s, but the video has frames until {expected_s:.2f} s"
+            f"the last decoded frame is at {float(last_s):.2f} s, but the video has frames until {expected_s:.2f} s"
         )
 
 
@@ -238,12 +238,12 @@ def windows_of(video_us: int, *, length_us: int) -> Iterator[Window]:
         video_us: Duration of the video.
         length_us: Length of a window.
     """
-    full, rest = divmod(video_us, length_us)
-    if full and rest < _MIN_REMAINDER * length_us:
-        full, rest = full - 1, rest + length_us
-    yield from (Window(number * length_us, (number + 1) * length_us) for number in range(full))
-    if rest:
-        yield Window(full * length_us, full * length_us + rest)
+    num_full, rest_us = divmod(video_us, length_us)
+    if num_full and rest_us < _MIN_REMAINDER * length_us:
+        num_full, rest_us = num_full - 1, rest_us + length_us
+    yield from (Window(index * length_us, (index + 1) * length_us) for index in range(num_full))
+    if rest_us:
+        yield Window(num_full * length_us, num_full * length_us + rest_us)
 
 
 def parse_length_us(length: str, *, flag: str = "--len") -> int:

@@ -163,11 +163,11 @@ def _read_sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
     if faulty := next((row for row in rows if row.fault is not None), None):
         raise UserError(f"{path}, row {faulty.number}: {faulty.fault}", hint="use the published sentence file")
     sentences = pa.array([row.values["narration"].strip() for row in rows], pa.string())
-    unknown = sentences.filter(pc.invert(pc.is_in(sentences, value_set=texts)))
-    if len(unknown):
+    unknown_sentences = sentences.filter(pc.invert(pc.is_in(sentences, value_set=texts)))
+    if len(unknown_sentences):
         raise UserError(
-            f"{path} contains {count_noun(len(unknown), 'sentence')} missing from the captions of split {split!r}; the "
-            f"first: {unknown[0]}",
+            f"{path} contains {count_noun(len(unknown_sentences), 'sentence')} missing from the captions of split "
+            f"{split!r}; the first: {unknown_sentences[0]}",
             hint="use the sentence file of this split",
         )
     if len(pc.unique(sentences)) != len(sentences):
@@ -188,10 +188,10 @@ def _compute_relevancy(
     nouns_NK = np.zeros((captions.num_rows, int(noun.max(initial=0)) + 1), bool)
     nouns_NK[row_of_noun, noun] = True
     actions = Actions(captions[_VERB].to_numpy().astype(np.int64), nouns_NK)
-    sentences, first = np.unique(sentence_of_N, return_index=True)
-    first = first[sentences >= 0]
-    assert len(first) == num_sentences  # sentences are texts of captions
-    return relevancy_of_classes(actions, Actions(actions.verb_N[first], nouns_NK[first]))
+    sentences, first_clips = np.unique(sentence_of_N, return_index=True)
+    first_clips = first_clips[sentences >= 0]
+    assert len(first_clips) == num_sentences  # each sentence is the text of a caption
+    return relevancy_of_classes(actions, Actions(actions.verb_N[first_clips], nouns_NK[first_clips]))
 
 
 def _read_matrix(path: Path) -> Relevancy:
@@ -421,8 +421,8 @@ class EgoMcqScorer:
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
     """Return True if the clip at index `answer` is nearer than all other clips. NaN counts as not nearer."""
-    others = np.delete(similarity, answer)
-    return bool((others < similarity[answer]).all())
+    other_similarities = np.delete(similarity, answer)
+    return bool((other_similarities < similarity[answer]).all())
 
 
 def open_questions(path: Path | None, captions: pa.Table, *, data_dir: Path) -> EgoMcqScorer:

@@ -255,10 +255,10 @@ def _classes_from_labels(
 def _classes_from_file(labels: pa.Array, names: Names, *, path: Path, field_name: str) -> NDArray[np.int64]:
     """Return the class of each label, int64 [N]; -1 for labels without a class."""
     if pa.types.is_integer(labels.type):
-        numbers = labels.to_numpy().astype(np.int64)
-        require_names(numbers, names, path=path, label=field_name)
-        return np.maximum(numbers, -1)
-    number_by_name = {name: number for number, line in enumerate(names) for name in line}
+        class_numbers = labels.to_numpy().astype(np.int64)
+        require_names(class_numbers, names, path=path, label=field_name)
+        return np.maximum(class_numbers, -1)
+    number_by_name = {name: class_number for class_number, line in enumerate(names) for name in line}
     return np.array([number_by_name.get(value, -1) for value in labels.to_pylist()], np.int64)
 
 
