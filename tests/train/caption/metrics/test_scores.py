@@ -164,7 +164,7 @@ def test_captions_without_words_are_worth_nothing_and_named(nothing: str) -> Non
     assert scores.wordless_videos == ("v", "w")
     for value in (scores.means, *scores.per_video.values()):
         assert value == pytest.approx(dict.fromkeys(value, 0.0), abs=CLOSE)
-    assert score({"v": "a man plays", "w": nothing}, references).empty == ("w",)
+    assert score({"v": "a man plays", "w": nothing}, references).wordless_videos == ("w",)
 
 
 def test_repeating_a_word_gains_nothing_in_cider_d_but_much_in_cider() -> None:
