@@ -59,9 +59,10 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
     Raises:
         UserError: The model does not exist, or does not support the settings.
     """
-    resolved, further_values = work.resolve(settings)
+    resolved_settings, further_values = work.resolve(settings)
     identity = {"schema": column.schema, "column": column.name, VIDEO: video}
-    recipe = Recipe(resolved, {**stored_values(resolved), **identity, **further_values}, column.name)
+    values = {**stored_values(resolved_settings), **identity, **further_values}
+    recipe = Recipe(resolved_settings, values, column.name)
     return replace(recipe, name=work.name(recipe))
 
 
@@ -80,7 +81,7 @@ def _plan(column: ColumnSpec, work: ChunkWork, data_dir: Path, settings: Any, re
 
 
 def _pending(column: ColumnSpec, work: ChunkWork, data_dir: Path, variant: Variant) -> PendingWork:
-    """Return the remaining work of a variant; no work if the variant is not current."""
+    """Return the remaining work of a variant. A variant that is not current has no remaining work."""
     if current_variant(data_dir, column.name) != variant.directory.name:
         return PendingWork()
     try:
@@ -158,7 +159,7 @@ def _run(
     flags = {**job.request_values, **request.recorded_flags}
     summary = execute(replace(job, lag_limit_s=request.lag_limit_s, request_values=flags), engine, part_run=part_run)
     names = []
-    # The extra files are derived from all shards, and only the last of several parts sees all of them.
+    # The extra files are derived from all shards. If a run has several parts, only the last part sees all shards.
     if part_run is None or part_run.is_last:
         variant = Variant(plan.variant_dir)
         for file in work.extra_files:
@@ -186,9 +187,9 @@ def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Repor
             "         the duration of the run is unknown; each chunk is read once",
         )
         estimate = Addition(about if seconds else (), {"estimate": {"seconds": seconds}})
-    unstored = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
-    flags = {name: value for name, value in unstored.items() if value is not None}
-    where = {WHERE: unstored[WHERE]} if WHERE in unstored else {}
+    run_values = {**values_not_stored(plan.recipe.settings), WEIGHTS: work.weights(plan.recipe)}
+    flags = {name: value for name, value in run_values.items() if value is not None}
+    where = {WHERE: run_values[WHERE]} if WHERE in run_values else {}
     recipe = plan.recipe.values
     differences = changed_settings(plan.data_dir, column.name, variant=plan.recipe.variant, recipe=recipe)
     command = column.command_line({**recipe, **flags}, data_dir=plan.data_dir)

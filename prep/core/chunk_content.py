@@ -68,21 +68,21 @@ class ChunkContent:
         import av
         import av.error
 
-        remaining = iter(indices)
-        target = next(remaining, None)
-        selected = set(indices)
+        remaining_indices = iter(indices)
+        target = next(remaining_indices, None)
+        selected_indices = set(indices)
         try:
             with av.open(BytesIO(self.mp4), "r", format="mp4") as container:
                 stream = container.streams.video[0]
                 stream.codec_context.thread_count = 1  # callers decode several chunks in parallel
                 frames_per_tick = (stream.time_base or Fraction(0)) * self.fps
-                number = 0
+                packet_index = 0
                 for packet in container.demux(stream):
                     # Skip packets that no selected frame depends on.
                     if packet.size:
-                        is_reference = self.packet_flags[number] & PACKET_REFERENCE
-                        is_needed = is_reference or self.packet_frame[number] in selected
-                        number += 1
+                        is_reference = self.packet_flags[packet_index] & PACKET_REFERENCE
+                        is_needed = is_reference or self.packet_frame[packet_index] in selected_indices
+                        packet_index += 1
                         if not is_needed:
                             continue
                     for frame in packet.decode():
@@ -90,7 +90,7 @@ class ChunkContent:
                             if frame.is_corrupt:
                                 raise SourceFailure(FailureCode.DECODE_ERRORS, f"frame {target} is damaged")
                             yield frame
-                            target = next(remaining, None)
+                            target = next(remaining_indices, None)
                     if target is None:
                         return
         except (av.error.FFmpegError, IndexError) as error:
@@ -107,19 +107,17 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     """
     if SOURCE_MEMBER in video.extensions:  # packets are read from the source file when frames are decoded
         source = video.packet_tables.source(row)
-        assert source is not None, "the index has no packets of sources"
+        assert source is not None, "the index does not refer to a source file"
         start_ms, fields = video.index["start_ms"][row].as_py(), content_fields(video.index, row)
         fps = fields["fps"]
-        moments_us = [
-            start_ms * 1000 + (2 * number + 1) * US_PER_S / (2 * fps) for number in range(fields["num_frames"])
-        ]
+        moments_us = [start_ms * 1000 + (2 * index + 1) * US_PER_S / (2 * fps) for index in range(fields["num_frames"])]
         shown_frames = [source.frame_at(*moment.as_integer_ratio()) for moment in moments_us]
-        # Replace each source frame in the packet table by the first frame of the chunk that shows it.
+        # Replace each source frame in the packet table with the first frame of the chunk that shows it.
         frame_flags = dict(zip(fields["packet_frame"], fields["packet_flags"], strict=True))
-        first_shown = {frame: number for number, frame in reversed(list(enumerate(shown_frames)))}
-        numbers = sorted(first_shown.values())
-        flags = [frame_flags[shown_frames[number]] for number in numbers]
-        fields |= {"packet_frame": numbers, "packet_flags": flags}
+        first_index = {frame: index for index, frame in reversed(list(enumerate(shown_frames)))}
+        indices = sorted(first_index.values())
+        flags = [frame_flags[shown_frames[index]] for index in indices]
+        fields |= {"packet_frame": indices, "packet_flags": flags}
         return SourceContent(b"", **fields, video=video, row=row, source=source, shown_frames=shown_frames)
     try:
         content = video.read(row, "mp4")
@@ -142,8 +140,8 @@ class SourceContent(ChunkContent):
     """Content of a chunk whose packets are in its source file.
 
     Attributes:
-        video: Shard of the chunk.
-        row: Row of the chunk in the shard.
+        video: Shard of `video` that contains the chunk.
+        row: Row of the chunk in this shard.
         source: Frames of the source file.
         shown_frames: Presentation index of the source frame that each frame of the chunk shows.
     """
@@ -178,9 +176,9 @@ class SourceContent(ChunkContent):
             frames = PacketDecoder().decode(
                 codec=codec, extradata=extradata, packets=packets, is_strict=not table.has_recovery_points
             )
-            for number, frame in frames:
-                if number in counts:
-                    yield from repeat(upright_filter.apply(frame), counts.pop(number))
+            for index, frame in frames:
+                if index in counts:
+                    yield from repeat(upright_filter.apply(frame), counts.pop(index))
         except (DamagedPacket, Damaged, OSError, Inaccessible, KeyError) as error:
             raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the source cannot be read: {error}") from None
         except (av.error.FFmpegError, ValueError) as error:
@@ -190,7 +188,7 @@ class SourceContent(ChunkContent):
 
 
 def source_location(index_path: Path, video_id: str) -> str:
-    """Return the path or URL of the source file of a video from the manifest.
+    """Return the path or URL of a video's source file, as recorded in the manifest.
 
     Args:
         index_path: Path of an index in the data folder of the manifest.

@@ -1,7 +1,8 @@
 """Input of a worker that makes one shard: the chunks with their fingerprints, and samples from earlier commits.
 
-A sample belongs to the content of its chunk and not to its key, so the sample is reused if the video gets a different
-name or the chunk moves to a different shard. Workers import this module, so it loads neither plan nor driver.
+A sample belongs to the content of a chunk, not to the key of the chunk. The sample is therefore reused if the video is
+renamed, or if the chunk moves to a different shard. Workers import this module, so it does not load the planner or the
+driver.
 """
 
 import json
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 
-# Columns of a `video` index that identify the content of a chunk. An index has the columns of only one member.
+# Columns of a `video` index that identify the content of a chunk. An index has these columns for only one member.
 FINGERPRINT_COLUMNS = [
     "span_fingerprint",
     *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),
@@ -42,12 +43,12 @@ FINGERPRINT_COLUMNS = [
 _NAMES = ("key", "video_id", "start_ms")  # fields that identify a chunk, and its sample in other columns
 _FIELDS = ("video_id", "start_ms", "num_frames", "fps_num", "fps_den")  # fields that a sample copies from its chunk
 FINGERPRINT_FIELD = "chunk_fingerprint"
-# Exceptions that end the shard: their cause is the machine, the bucket or the model, and not a single chunk.
+# Exceptions that end the shard, because they are caused by the machine, the bucket or the model, not by a single chunk.
 SHARD_ERRORS = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return the content hash (hex) of each chunk in a `video` index. It covers bytes and source span, not the key."""
+    """Return the content hash (hex) of each chunk in a `video` index. It covers bytes and source span, but not keys."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS if name in index.column_names]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
@@ -141,7 +142,8 @@ class OldSamples:
 
     Args:
         variant_dir: Folder of the variant.
-        commits: Commits of the column that may have samples of the chunks. The first commit with a sample wins.
+        commits: Commits of the column that may contain samples of the chunks. If several commits contain a sample, the
+            first one is used.
         fields: Index fields of the column, including `chunk_fingerprint`.
         fingerprints: Fingerprints of the chunks.
     """
@@ -183,8 +185,8 @@ class OldSamples:
         if shard.index["key"][old_row].as_py() != names["key"]:
             fields |= {name: names[name] for name in fields.keys() & names}
             if extension.endswith(".json"):
-                renamed = {**parse_json(member), **names}
-                member = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+                record = {**parse_json(member), **names}
+                member = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         return Sample(key=names["key"], members={extension: member}, fields=fields)
 
 
@@ -251,25 +253,25 @@ class Chunk:
             ValueError: The indices do not increase, or are out of range.
         """
         num_frames = self["num_frames"]
-        numbers = range(num_frames) if indices is None else indices
-        for previous, number in pairwise((-1, *numbers)):
-            if not previous < number < num_frames:
-                context = f" after {previous}" if previous >= 0 else ""
+        frame_indices = range(num_frames) if indices is None else indices
+        for previous_index, index in pairwise((-1, *frame_indices)):
+            if not previous_index < index < num_frames:
+                context = f" after {previous_index}" if previous_index >= 0 else ""
                 raise ValueError(
-                    f"{self.key}: frames() got index {number}{context}; "
+                    f"{self.key}: frames() got index {index}{context}; "
                     f"indices must be in ascending order, from 0 to at most {num_frames - 1}"
                 )
-        return self.read().frames(numbers)
+        return self.read().frames(frame_indices)
 
     def fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all index fields of the sample, in the order in which the column declares them.
+        """Return all index fields of the sample, in the order that the column declares.
 
         Args:
             values: Values by field name. Missing fields, such as `video_id` and `num_frames`, are copied from the
                 chunk.
         """
-        copied = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
-        all_fields = {**copied, **values, FINGERPRINT_FIELD: self.fingerprint}
+        copied_fields = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
+        all_fields = {**copied_fields, **values, FINGERPRINT_FIELD: self.fingerprint}
         return {name: all_fields[name] for name in [*self.names, *all_fields] if name in all_fields}
 
     def sample(self, members: Mapping[str, bytes], values: Mapping[str, Any]) -> Sample:
@@ -290,7 +292,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a shard without a stored sample. `ChunkWork.make` iterates over them.
+    """The chunks of a shard that have no stored sample. `ChunkWork.make` iterates over these chunks.
 
     Attributes:
         variant_dir: Folder of the variant to make.
@@ -301,7 +303,7 @@ class Chunks:
         fingerprints: Fingerprints of `shard_chunks`.
         options: Options from `ChunkWork.workers`, equal for all workers; None by default.
         extra_input: Further input from `ChunkWork.extra_input` for this shard; None by default.
-        known_rows: Rows for which `make` already has a result, such as a stored answer. They do not count as work.
+        known_rows: Rows whose result `make` already has, such as a stored answer. These rows do not count as work.
         show: Function that reports the number of finished chunks, for columns whose chunks do not finish in order.
     """
 

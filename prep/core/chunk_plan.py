@@ -117,8 +117,8 @@ def read_chunk_shards(
     """Read the committed shards of `video`.
 
     Args:
-        row_selection: Selected rows of each shard, keyed by shard ID. Shards without selected rows are omitted.
-            None for all rows.
+        row_selection: Selected rows of each shard, keyed by shard ID; None for all rows. Shards without selected rows
+            are omitted.
         next_chunks: Next chunks of each shard, keyed by shard ID; None if samples do not depend on them.
         has_sample: Function that takes the length of a chunk and returns True if the chunk gets a sample; None if all
             chunks get one.
@@ -162,7 +162,7 @@ def _read_chunk_shard(
         # A plan reads only a few columns of each index. The worker, which reads complete indexes, verifies checksums.
         index = open_index(path, columns=_COLUMNS)
         if not pc.min(index["fps_den"]).as_py():
-            raise DamagedIndex(path, "a frame rate is not a number")
+            raise DamagedIndex(path, "the denominator of a frame rate is 0")
     except (DamagedIndex, OSError) as error:
         # Plan the other shards, even if one is unreadable.
         return commit.shard_id, Failure(shard_name(commit.shard_id), None, str(FailureCode.CHUNK_DAMAGED), str(error))
@@ -171,18 +171,18 @@ def _read_chunk_shard(
     index = index if rows is None else index.take(pa.array(rows))
     lines = zip(index["key"].to_pylist(), chunk_fingerprints(index), strict=True)
     digest = hashlib.sha256("\n".join(map(" ".join, lines)).encode()).hexdigest()
-    selected, successors = range(index.num_rows) if rows is None else rows, next_chunks or {}
+    all_rows, successors = range(index.num_rows) if rows is None else rows, next_chunks or {}
     if next_chunks is not None:
-        next_contents = "".join(successors[row].content if row in successors else "-" for row in selected)
+        next_contents = "".join(successors[row].content if row in successors else "-" for row in all_rows)
         digest = hashlib.sha256(f"{digest}{next_contents}".encode()).hexdigest()
     # Most chunks have one of a few lengths, so call `has_sample` only once per length.
     columns = [index[name].to_pylist() for name in ("num_frames", "fps_num", "fps_den")]
-    numbers = [*zip(*columns, (row in successors for row in selected), strict=True)]
-    counts = Counter(numbers)
+    length_keys = [*zip(*columns, (row in successors for row in all_rows), strict=True)]
+    counts = Counter(length_keys)
     lengths = {key: ChunkLength(key[0], Fraction(key[1], key[2]), key[3]) for key in counts}
     if has_sample is not None:
         is_sampled = {key: has_sample(length) for key, length in lengths.items()}
-        rows = tuple(row for row, key in zip(selected, numbers, strict=True) if is_sampled[key])
+        rows = tuple(row for row, key in zip(all_rows, length_keys, strict=True) if is_sampled[key])
     return ChunkShard(
         shard_id=commit.shard_id,
         split=commit.split,
@@ -191,7 +191,7 @@ def _read_chunk_shard(
         lengths=Counter({lengths[key]: count for key, count in counts.items()}),
         video_ids=index["video_id"].unique(),
         rows=rows,
-        next_chunks={row: successors[row] for row in selected if row in successors},
+        next_chunks={row: successors[row] for row in all_rows if row in successors},
     )
 
 
@@ -199,10 +199,10 @@ _FINGERPRINT_DTYPE = "S32"  # NumPy dtype of a chunk fingerprint
 
 
 class ShardLookup:
-    """Lookup table that finds, by chunk fingerprints, the shards with data about these chunks, such as old samples.
+    """Lookup table from chunk fingerprints to the shards that have data about these chunks, such as old samples.
 
     Args:
-        fingerprints: Pairs of a shard ID and the fingerprints of the chunks about which the shard has data.
+        fingerprints: Pairs of a shard ID and the fingerprints of the chunks that the shard has data about.
     """
 
     def __init__(self, fingerprints: Iterable[tuple[int, Sequence[str | bytes]]]) -> None:
@@ -216,7 +216,7 @@ class ShardLookup:
         return len(self._digits)
 
     def find(self, fingerprints: Sequence[str]) -> list[int]:
-        """Return the IDs of the shards with data about any of the chunks, in ascending order."""
+        """Return the IDs of the shards that have data about any of the chunks, in ascending order."""
         digits = np.array(fingerprints, _FINGERPRINT_DTYPE)
         starts, ends = (np.searchsorted(self._digits, digits, side) for side in ("left", "right"))
         pairs = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -225,7 +225,7 @@ class ShardLookup:
 
 @dataclass(frozen=True)
 class ChunksPlan:
-    """Plan of a column with one sample per chunk, with its inputs.
+    """Plan of a column with one sample per chunk, and the inputs of the plan.
 
     Attributes:
         recipe: Recipe of the variant.
@@ -272,13 +272,13 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may have samples for a shard: its commit, and commits of shards that lost chunks."""
+        """Return the commits that may contain samples for a shard: its own, and those of shards that lost chunks."""
         committed_ids = [shard_id] if shard_id in self.commits else []
         source_ids = self.find_shards(shard_id, self._lost_samples_lookup)
         return tuple(self.commits[other] for other in dict.fromkeys([*committed_ids, *source_ids]))
 
     def find_shards(self, shard_id: int, lookup: ShardLookup) -> list[int]:
-        """Return the IDs of the shards in `lookup` with data about chunks of a shard."""
+        """Return the IDs of the shards that, according to `lookup`, have data about the chunks of a shard."""
         if len(lookup):
             with suppress(Damaged, OSError):  # the worker reports unreadable indexes
                 return lookup.find([chunk.fingerprint for chunk in self.chunks(shard_id)])
@@ -286,7 +286,7 @@ class ChunksPlan:
 
     @cached_property
     def _lost_samples_lookup(self) -> ShardLookup:
-        """Lookup table of stored samples in shards from which chunks may have moved to other shards."""
+        """Lookup table of the stored samples in shards whose chunks may have moved to other shards."""
         states = (ShardState.CHANGED, ShardState.ORPHANED, ShardState.MISSING, ShardState.CORRUPT)
         fingerprints: list[tuple[int, list[str]]] = []
         for shard in self.shards:
@@ -315,7 +315,7 @@ def plan_chunks(
             chunks get one.
 
     Raises:
-        UserError: The `where` of the settings selects no chunk, or uses scores that the chunks do not have.
+        UserError: `where` in the settings selects no chunk, or uses scores that the chunks lack.
     """
     column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
@@ -333,7 +333,7 @@ def plan_chunks(
         next_chunks=find_next_chunks(video_dir, video.commits) if reads_next else None,
         has_sample=has_sample,
     )
-    # The content of these shards is unknown, so keep their stored samples.
+    # The content of these shards of `video` is unknown, so keep the samples that are stored for them.
     unreadable_ids = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     fingerprint = recipe.fingerprint
     shards = plan_shards(
@@ -376,17 +376,17 @@ def selected_rows(
                 sizes.append(index.num_rows)
     if not sizes:
         return {}
-    coded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
-    selected = selected_chunks(
+    id_column = pa.chunked_array(ids).dictionary_encode().combine_chunks()
+    is_selected = selected_chunks(
         where,
         data_dir,
-        video_ids=coded.dictionary,
-        video_row=coded.indices.to_numpy(),
+        video_ids=id_column.dictionary,
+        video_row=id_column.indices.to_numpy(),
         start_ms=np.concatenate(starts),
     )
-    if not selected.any():
-        raise empty_selection_error(where, what=count_noun(len(selected), "chunk"))
-    masks = np.split(selected, np.cumsum(sizes)[:-1])
+    if not is_selected.any():
+        raise empty_selection_error(where, what=count_noun(len(is_selected), "chunk"))
+    masks = np.split(is_selected, np.cumsum(sizes)[:-1])
     return {shard_id: tuple(np.flatnonzero(mask).tolist()) for shard_id, mask in zip(shard_ids, masks, strict=True)}
 
 
@@ -395,11 +395,11 @@ _NEXT_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", *_NUMERIC_COLUMNS]
 
 
 def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int, NextChunks]:
-    """Find the next chunk of each chunk: it follows in the same video without a gap, and has the same resolution.
+    """Find the next chunk of each chunk: the chunk that follows without a gap, with the same resolution.
 
     The next chunk may be in a different shard. It may also be missing, because encoding failed or `prep chunk` is still
-    running. The sample of the preceding chunk is then made as at the end of a video, and made again once the next chunk
-    exists.
+    running. The sample of the preceding chunk is then made as if the video ended there, and made again once the next
+    chunk exists.
 
     Returns:
         Next chunks, keyed by the shard ID and then by the row of the preceding chunk.
@@ -420,18 +420,18 @@ def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int
     }
     shard = np.repeat([*indexes], [len(index) for index in indexes.values()])
     row = np.concatenate([np.arange(len(index)) for index in indexes.values()])
-    # In the order of videos and times, the only candidate for the next chunk is the following one.
+    # If the chunks are sorted by video and time, only the following chunk can be the next chunk.
     order = np.lexsort((columns["start_ms"], video_row))
-    first, second = order[:-1], order[1:]
+    chunks, successors = order[:-1], order[1:]
     # Allow a gap of less than a frame, plus a millisecond because both times are rounded.
     max_step_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
-    is_next = (video_row[first] == video_row[second]) & (
-        columns["start_ms"][second] - columns["start_ms"][first] <= max_step_ms[first]
+    is_next = (video_row[chunks] == video_row[successors]) & (
+        columns["start_ms"][successors] - columns["start_ms"][chunks] <= max_step_ms[chunks]
     )
     for name in ("width", "height"):
-        is_next &= columns[name][first] == columns[name][second]
+        is_next &= columns[name][chunks] == columns[name][successors]
     next_chunks: dict[int, dict[int, NextChunk]] = {}
-    for chunk, successor in zip(first[is_next].tolist(), second[is_next].tolist(), strict=True):
+    for chunk, successor in zip(chunks[is_next].tolist(), successors[is_next].tolist(), strict=True):
         shard_id, next_row = int(shard[successor]), int(row[successor])
         next_chunk = NextChunk(shard_id, next_row, contents[shard_id][next_row])
         next_chunks.setdefault(int(shard[chunk]), {})[int(row[chunk])] = next_chunk

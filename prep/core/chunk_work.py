@@ -1,7 +1,7 @@
 """`ChunkWork`, which defines how a column makes one sample per chunk, and the worker code that makes its shards.
 
 The `ColumnWork` of such a column is derived from its `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`).
-Workers and packages that provide a column import this module, so it loads neither plan nor driver.
+Workers and packages that provide a column import this module, so it does not load the planner or the driver.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,28 +76,29 @@ class ChunkWork:
         fields: Index fields, in order (`clipmill.shards.format.chunk_fields`).
         extension: Extension of the member of each sample, or a function recipe -> extension.
         make: Function (chunks, recipe) -> iterator of outcomes, one for each chunk, in order: a sample, a
-            `SourceFailure`, or a `Stop`, which ends the shard without a commit. It runs in workers. It raises UserError
-            if the worker cannot open the model, which also ends the shard.
-        require: Function (settings) that raises UserError if this machine lacks something that the settings need. It is
-            called before any lock is taken.
+            `SourceFailure`, or a `Stop`, which ends the shard without a commit. The function runs in workers. It raises
+            UserError if the worker cannot open the model; the error also ends the shard.
+        require: Function (settings) that raises UserError if this machine lacks something that the settings need. The
+            function is called before any lock is taken.
         resolve: Function settings -> (resolved settings, further values of the recipe, keyed by name). A further value,
-            such as the hash of a model, replaces the setting of the same name. It raises UserError if the model does
-            not exist.
+            such as the hash of a model, replaces the setting of the same name. The function raises UserError if the
+            model does not exist.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
         weights: Function recipe -> path of local weights, which is recorded with the run; None without local weights.
         needs: Import path of a function that checks the machine of a worker, and the name of the recipe value to pass
-            to it. The function returns the reason why the machine must not work, or None. None to skip the check.
+            to it. The function returns the reason why the machine must not be used, or None. Without `needs`, no check
+            is made.
         workers: Function (plan, request) -> `Workers`. None for as many workers as the request sets, without GPUs.
         extra_input: Function plan -> function shard ID -> further input of the worker that makes the shard, such as
             files of other shards (`Chunks.extra_input`).
-        reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Then
-            the sample is made again if the next chunk is added, changed or removed. Default: False.
+        reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Such
+            a sample is made again if the next chunk is added, changed or removed. Default: False.
         has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None for all chunks.
         on_plan: Function (plan, request) that is called with each complete plan. It raises UserError if the plan is
             invalid, or makes a few samples for the estimate (`PlanRequest.trial`).
         memory_gb: Memory to reserve for each worker on a cluster, in GB.
         is_function_of_plan: True if the same plan always produces the same bytes.
-        estimate: Function plan -> lines and JSON values about the cost of the plan. None for the chunk duration.
+        estimate: Function plan -> lines and JSON values about the cost of the plan. None to report the chunk duration.
         summary: Function (plan, result of the run, names of the extra files that the run wrote) -> lines and JSON
             values for the report. None to report these files.
         left_out: Function plan -> lines about what the plan omits, for `prep status`. The estimate and the summary
@@ -144,7 +145,7 @@ class ChunkWork:
 
     def for_column(self, column: ColumnSpec) -> ColumnWork:
         """Return the `ColumnWork` of the column."""
-        # Import late: chunk_column.py imports this module, and also loads plan and driver.
+        # Import late: chunk_column.py imports this module, and also loads the planner and the driver.
         derived: ColumnWork = import_object("clipmill.prep.core.chunk_column:column_work")(column, self)
         return derived
 
@@ -167,7 +168,7 @@ class ChunkTask:
         video_dir: Folder of the `video` variant with the chunks.
         video_commits: Planned commits of `video` for the shard and for the shards in `next_chunks`, keyed by shard ID.
         next_chunks: Next chunks, if samples also depend on them (`ChunkWork.reads_next`).
-        old_commits: Commits of the column that may have samples of unchanged chunks.
+        old_commits: Commits of the column that may contain samples of unchanged chunks.
         rows: Rows of the chunks that get a sample; None for all rows.
         options: Options of all workers (`Workers.options`).
         extra_input: Further input for this shard (`ChunkWork.extra_input`).
@@ -198,7 +199,7 @@ def make_chunk_shard(task: ChunkTask) -> ShardResult:
 
 
 def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
-    """Open the chunks of a shard; return them, and the stored samples to copy.
+    """Return the opened chunks of a shard, and the stored samples to copy.
 
     Raises:
         Damaged: The chunks cannot be read.
@@ -210,25 +211,25 @@ def open_chunks(task: ChunkTask) -> tuple[Chunks, OldSamples]:
         task.video_dir, task.shard_id, commits=task.video_commits, next_chunks=task.next_chunks, names=names
     )
     fingerprints = [chunk.fingerprint for chunk in shard_chunks]
-    old = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, fingerprints=fingerprints)
+    old_samples = OldSamples(task.variant_dir, task.old_commits, fields=work.fields, fingerprints=fingerprints)
     rows = range(len(fingerprints)) if task.rows is None else task.rows
     chunks = Chunks(
         variant_dir=task.variant_dir,
         shard_id=task.shard_id,
         planned_rows=rows,
-        rows=[row for row in rows if fingerprints[row] not in old],
+        rows=[row for row in rows if fingerprints[row] not in old_samples],
         shard_chunks=shard_chunks,
         fingerprints=fingerprints,
         options=task.options,
         extra_input=task.extra_input,
     )
-    return chunks, old
+    return chunks, old_samples
 
 
 def _make(task: ChunkTask) -> ShardResult:
     work: ChunkWork = import_object(task.work)
     try:
-        chunks, old = open_chunks(task)
+        chunks, old_samples = open_chunks(task)
     except (Damaged, FileNotFoundError) as error:
         return stop_result(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
     index, extension, made_s = chunks.video.index, work.extension_of(task.recipe), 0.0
@@ -244,9 +245,10 @@ def _make(task: ChunkTask) -> ShardResult:
         outcomes = _outcomes(work, chunks, task, shard)
         # Write copied and new samples in the order of the chunks, so that the bytes do not depend on earlier runs.
         for row in chunks.planned_rows:
-            is_old = chunks.fingerprints[row] in old
+            fingerprint = chunks.fingerprints[row]
+            is_old = fingerprint in old_samples
             try:
-                outcome = old.sample(chunks.fingerprints[row], index, row) if is_old else next(outcomes)
+                outcome = old_samples.sample(fingerprint, index, row) if is_old else next(outcomes)
             except UserError as error:
                 return stop_result(task, FailureCode.MODEL_UNAVAILABLE, str(error))
             if isinstance(outcome, Stop):
@@ -274,10 +276,10 @@ def _outcomes(
     code = FailureCode.COLUMN_ERROR
     try:
         outcomes = iter(work.make(chunks, task.recipe)) if chunks.rows else iter(())
-        for number, chunk in enumerate(chunks):
+        for num_outcomes, chunk in enumerate(chunks):
             outcome = next(outcomes, _END)
             if outcome is _END:
-                yield Stop(code, f"{task.work} has yielded {number} outcomes for {len(chunks)} chunks")
+                yield Stop(code, f"{task.work} has yielded {num_outcomes} outcomes for {len(chunks)} chunks")
                 return
             if isinstance(outcome, Sample):
                 if outcome.key != chunk.key:

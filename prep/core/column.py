@@ -38,7 +38,7 @@ RESERVED_NAMES = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
     | {"max_failures", "trial", "explain", "retry_codes", "only_variant", "part_run", "variant", "monitoring"}
 )
-WEIGHTS = "weights"  # name of the path of a local model, which is recorded with a run; recipes contain a hash instead
+WEIGHTS = "weights"  # key of the path of local model weights; a run records the path, and a recipe contains a hash
 StoredRecipe = Mapping[str, Any]  # content of recipe.json; some callers merge it with the request of the last run
 
 
@@ -122,8 +122,8 @@ class ColumnSpec:
             that compares a sample with its index row. The row also contains `tar`, the path of the tar. The function
             runs in workers that import only its module.
         settings: Frozen dataclass whose fields are flags of `prep NAME` and `prep plan NAME`. All fields except fields
-            marked `NOT_STORED` are part of the recipe (`prep/core/recipe.py`). A field `where` selects chunks. No field
-            may have a name in `RESERVED_NAMES`.
+            marked `NOT_STORED` are part of the recipe (`prep/core/recipe.py`). A field named `where` selects chunks. No
+            field may have a name in `RESERVED_NAMES`.
         schema: Version of the recipe. Increment it when the same settings start to produce different bytes.
         help: Help of `prep NAME`: a first sentence that begins with a verb, further text, and an example.
         plan_help: Help of `prep plan NAME`; empty for a default text.
@@ -164,14 +164,14 @@ class ColumnSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not is_dataclass(self.settings):
             raise TypeError(f"settings of column {self.name!r} are not a dataclass")
-        if reserved := sorted({field.name for field in fields(self.settings)} & RESERVED_NAMES):
-            raise ValueError(f"column {self.name!r} has a setting {reserved[0]!r}, a name that all columns use already")
+        if names := sorted({field.name for field in fields(self.settings)} & RESERVED_NAMES):
+            raise ValueError(f"column {self.name!r} has a setting {names[0]!r}, a name that all columns use already")
         if type(self.schema) is not int:
             raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is not an integer")
 
     @property
     def is_first(self) -> bool:
-        """True for `video`, which is made from the sources. Other columns are made from `video` or the manifest."""
+        """True for `video`, which is made from the sources. All other columns are made from `video` or the manifest."""
         return self.name == VIDEO
 
     @property
@@ -246,7 +246,7 @@ def data_flags(data: Path) -> list[str]:
 def short_path(path: Path) -> str:
     """Return a path for messages, relative to the current folder if the path is inside it, otherwise unchanged.
 
-    A path in the working copy of a bucket is not changed, because it is replaced by a URL when it is printed.
+    A path in the working copy of a bucket is not changed, because it is replaced with a URL when it is printed.
     """
     if mirror_of(path) is not None:
         return os.fspath(path)

@@ -43,20 +43,20 @@ class BucketTars:
     gap_bytes = 1 << 18
 
     def name(self, path: Path) -> str:
-        """Return the local path, which is replaced by the URL in the bucket when a command prints it."""
+        """Return the local path. When a command prints this path, it is replaced with the URL in the bucket."""
         return str(path)
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         content = self.mirror.read_range(path, offset, size)
         if len(content) != size:
-            raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, to which the index refers")
+            raise DamagedTar(path, f"truncated: it ends before byte {offset + size}, which the index refers to")
         return content
 
     def read_ranges(self, path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Do nothing, because opening the index fetches it."""
+        """Do nothing, because the index is fetched when it is opened."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ class ColumnArrays:
         Raises:
             UserError: The variant does not exist, is incomplete, or is empty.
         """
-        opened = Variant.open(data_dir, column=name, variant=variant, tars=bucket_tars(data_dir)).require_complete()
-        if not opened.num_samples:
+        opened_variant = Variant.open(data_dir, column=name, variant=variant, tars=bucket_tars(data_dir))
+        opened_variant.require_complete()
+        if not opened_variant.num_samples:
             raise UserError(
-                f"{opened.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
+                f"{opened_variant.directory} is empty", hint=f"run {how_to_make(name, data_dir)}, and see prep status"
             )
-        return cls(name, opened, read_chunk_rows(opened))
+        return cls(name, opened_variant, read_chunk_rows(opened_variant))
 
     def field_values(self, name: str) -> NDArray[Any]:
         """Return a numeric field of all samples, [samples]."""

@@ -53,7 +53,7 @@ def require_data_folder(data_dir: Path) -> Path:
 
 @contextmanager
 def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Lock a column for writing during the block, and remove the leftovers of killed commands first.
+    """Lock a column for writing during the block, and first remove the files that killed commands left behind.
 
     Raises:
         UserError: See `column_lock`.
@@ -66,7 +66,7 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 @contextmanager
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Hold the lock of a column. The kernel releases the lock when the process ends, even if it is killed.
+    """Hold the lock of a column. The kernel releases the lock when the process ends, even if the process is killed.
 
     Other commands can write other columns at the same time. The lock of a column also covers its layouts; the lock of
     `video` also covers the manifest.
@@ -82,7 +82,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     file_lock = FileLock.take(path)
     if file_lock is None:
         parts = [holder_of(part).partition("\n")[0] for part in sorted(data_dir.glob(f".{column}.part-*.lock"))]
-        holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown")
+        holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown process")
         raise UserError(
             f"another command is writing to {data_dir} ({holder})",
             hint=f"wait until the command, which holds the lock of column {column}, has finished, or stop it",
@@ -106,7 +106,7 @@ def part_lock_names(column: str) -> re.Pattern[str]:
 
 
 def remove_leftovers(data_dir: Path, *, column: str) -> None:
-    """Remove the temporary files that killed writers of a column left. Call it only inside `column_lock`.
+    """Remove the temporary files that killed writers of a column left behind. The caller must hold `column_lock`.
 
     Temporary files of other columns are kept, because a command may be writing them.
     """
@@ -127,7 +127,7 @@ def remove_leftovers(data_dir: Path, *, column: str) -> None:
 
 
 def remove_variant_temporaries(folder: Path) -> None:
-    """Remove leftovers of killed or lost writers from the folder of a variant. Call it only inside `column_lock`."""
+    """Remove leftovers of killed or lost writers from a variant's folder. The caller must hold `column_lock`."""
     for part in (folder, *folders_in(folder), folder / COMMITS_FOLDER, *folders_in(folder / COMMITS_FOLDER)):
         remove_temporaries(part)
     running = folder / RUNNING_FOLDER
@@ -140,7 +140,7 @@ def remove_variant_temporaries(folder: Path) -> None:
 
 
 def incomplete_variants(data_dir: Path, column: str) -> list[Path]:
-    """Return the temporary folders of variants that killed commands left. They contain at most a recipe."""
+    """Return the temporary variant folders that killed commands left behind. They contain at most a recipe."""
     column_dir = data_dir / column
     return [
         path
@@ -220,7 +220,7 @@ def has_stopped(data_dir: Path, *, column: str) -> bool:
 
 
 def _may_run(path: Path, *, is_part: bool) -> bool:
-    """Return True if the process whose note is in a lock file may still be running."""
+    """Return True if the process that wrote the note in a lock file may still be running."""
     fields = holder_of(path).partition("\n")[0].split()
     if not fields:
         return False  # the lock is free, or the holder has ended

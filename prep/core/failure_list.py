@@ -63,7 +63,7 @@ def shard_name(shard_id: int) -> str:
 
 
 def codes_line(failures: Iterable[Failure]) -> str:
-    """Return the number of failures of each code as text, such as "10 x source_unreadable, 1 x timeout"."""
+    """Return the number of failures with each code as text, such as "10 x source_unreadable, 1 x timeout"."""
     return ", ".join(f"{count} x {code}" for code, count in Counter(failure.code for failure in failures).most_common())
 
 
@@ -77,7 +77,7 @@ def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
 def failure_lines(
     failures: Sequence[Failure], *, list_path: Path | None, retry_command: Sequence[str] = ("prep", "retry")
 ) -> list[str]:
-    """Return lines with the number of failures of each code, hints, and the first few failures.
+    """Return lines with the number of failures with each code, hints, and the first few failures.
 
     Args:
         list_path: Path of the complete list of failures; None if there is no such file.
@@ -92,7 +92,7 @@ def failure_lines(
 
 
 def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str]:
-    """Return a line for each failure code of sources that were readable in an earlier run.
+    """Return a line for each failure code of the sources that were readable in an earlier run but failed in this one.
 
     Args:
         codes: Number of sources, keyed by failure code.
@@ -171,7 +171,7 @@ def first_few(entries: Iterable[FailureEntry]) -> list[FailureEntry]:
 
 
 def entry_lines(entries: Sequence[FailureEntry], *, num_all: int, list_path: Path | None, indent: str) -> Iterator[str]:
-    """Yield a line for each entry, and a line with the number of other failures and the path of the complete list.
+    """Yield a line for each entry, then a line with the number of other failures and the path of the complete list.
 
     Args:
         num_all: Total number of failures.

@@ -13,15 +13,13 @@ class FailureCode(StrEnum):
     SOURCE_TRUNCATED = "source_truncated"  # the file has less data than its header states
     SOURCE_CHANGED = "source_changed"  # the file changed between planning and processing
     ACCESS_REFUSED = "access_refused"  # a bucket or a web server refuses access to a single object
-    STORAGE_REFUSED = (
-        "storage_refused"  # a bucket rejects the credentials or does not exist, so all of its objects fail
-    )
+    STORAGE_REFUSED = "storage_refused"  # a bucket rejects the credentials or does not exist; all its objects fail
     SOURCE_TOO_LARGE = "source_too_large"  # a remote source does not fit in the scratch space for copies
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
     BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or timestamps that are impossible
     NOT_INDEXABLE = "not_indexable"  # packets cannot be read from the source in place
-    PROBE_FAILED = "probe_failed"  # the process that read the source crashed, even when it ran without other processes
+    PROBE_FAILED = "probe_failed"  # the process that read the source crashed, even while no other process was running
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
@@ -168,7 +166,7 @@ TRANSIENT = frozenset(
     }
 )
 
-# Failures that are retried as soon as the source is readable again: the file was missing, or the disk was unmounted.
+# Failures that are retried once the source is readable again. The file was missing, or the disk was not mounted.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
 
 # Failures caused by a worker's machine. Other machines may have disk space, memory, the weights, or valid credentials.

@@ -56,7 +56,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # Workers must not write without a lock, and a dry run holds none, so this process probes the sources.
+            # Workers must not write without a lock, and a dry run holds no lock, so this process probes the sources.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:
@@ -74,7 +74,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
 
 
 def _as_command(function: Callable[..., None], column: ColumnSpec, *, request: type, help: str) -> Callable[..., None]:
-    """Set the annotations, defaults and docstring of a function, from which cyclopts builds the command."""
+    """Set the annotations, defaults and docstring of a function. cyclopts builds the command from them."""
     kinds = {"settings": column.settings, "request": request}
     has_defaults = all(field.default is not MISSING for field in fields(column.settings))
     function.__annotations__ = {name: Annotated[kind, Parameter(name="*")] for name, kind in kinds.items()}
@@ -98,9 +98,9 @@ def retry_column(column: ColumnSpec, stored: StoredRecipe, *, weights: str | Non
     kind = column.request_type
     names = {field.name for field in fields(kind)}
     values = {field.name: getattr(request, field.name) for field in fields(request)}
-    changed = {name: value for name, value in values.items() if value is not None and name in names}
+    flags = {name: value for name, value in values.items() if value is not None and name in names}
     settings = column.stored_settings(stored, weights or stored.get(WEIGHTS))
-    make_column(column, settings, kind(**{**column.kept_flags(stored), **changed}))
+    make_column(column, settings, kind(**{**column.kept_flags(stored), **flags}))
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
@@ -154,18 +154,18 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         )
     # If the variant is empty or not current, the run has not succeeded, so known failures count too.
     is_usable = report.values["current"] == plan.variant_dir.name and report.values["total_bytes"] > 0
-    unchanged = summary.unchanged if is_usable else ()
-    new = [failure for failure in summary.failures if failure not in unchanged]
-    if unchanged:
-        num_known = count_noun(len({failure.video_id for failure in unchanged}), "video")
-        sys.stderr.write(f"not counted: {num_known} whose failures an earlier run reported, listed in {list_path}\n")
-    num_videos = len({failure.video_id for failure in new})
-    failed = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
+    unchanged_failures = summary.unchanged if is_usable else ()
+    new_failures = [failure for failure in summary.failures if failure not in unchanged_failures]
+    if unchanged_failures:
+        videos = count_noun(len({failure.video_id for failure in unchanged_failures}), "video")
+        sys.stderr.write(f"not counted: {videos} whose failures an earlier run reported, listed in {list_path}\n")
+    num_videos = len({failure.video_id for failure in new_failures})
+    failed_text = f"{num_videos} of {count_noun(plan.num_videos, 'video')}"
     # If spans or samples failed rather than complete videos, also report how many.
     sample = column.sample
-    if sample != "video" and any(failure.key is not None for failure in new):
-        failed = f"{count_noun(len(new), 'span' if column.is_first else sample)} in {failed}"
+    if sample != "video" and any(failure.key is not None for failure in new_failures):
+        failed_text = f"{count_noun(len(new_failures), 'span' if column.is_first else sample)} in {failed_text}"
     if num_videos > budget(plan.num_videos):
-        raise FailedWork(f"{failed}; failures are listed in {list_path}")
-    if new:
-        sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed}\n")
+        raise FailedWork(f"{failed_text}; failures are listed in {list_path}")
+    if new_failures:
+        sys.stderr.write(f"failed, within --max-failures {request.max_failures}: {failed_text}\n")

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the driver of a column (`--metrics-port`), which deploy/grafana.json displays."""
+"""Prometheus metrics of a column's driver (`--metrics-port`). The dashboard deploy/grafana.json displays them."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -60,4 +60,5 @@ class Meters:
         self._done.labels(column).set(num_done)
 
 
-meters_of = cache(Meters)  # one object per registry: a metric registers once, but a process may run several jobs
+# One object per registry: a process may run several jobs, but can register a metric only once.
+meters_of = cache(Meters)

@@ -1,6 +1,6 @@
 """Compute how many seconds of each split belong to captions of other splits.
 
-Training without captions omits these seconds, so that a split never shows what other splits describe.
+Training without captions omits these seconds, so that a split never contains video that belongs to another split.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def lost_times(
         begin_us: Start of each chunk in its video, in microseconds.
         end_us: End of each chunk in its video, in microseconds.
     """
-    lost: dict[str, LostTime] = {}
+    times: dict[str, LostTime] = {}
     is_divided = np.isin(video, divided.video)
     video, begin_us, end_us = video[is_divided], begin_us[is_divided], end_us[is_divided]
     chunk_splits = np.array(splits.take(pa.array(video)).to_pylist(), object)
@@ -60,12 +60,12 @@ def lost_times(
         kept_us = np.bincount(parts.span, weights=parts.end_us - parts.begin_us, minlength=len(lengths_us))
         lost_us = lengths_us - kept_us.astype(np.int64)
         if lost_us.any():
-            lost[split] = LostTime(float(lost_us.sum()) / 1e6, int(np.count_nonzero(lost_us)))
-    return lost
+            times[split] = LostTime(float(lost_us.sum()) / 1e6, int(np.count_nonzero(lost_us)))
+    return times
 
 
 def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
-    """Return `lost_times` for the current variant of `video`; empty without chunks or without divided videos.
+    """Return `lost_times` of the current variant of `video`; {} if there are no chunks or no divided videos.
 
     Raises:
         UserError: The manifest is damaged.
@@ -86,15 +86,15 @@ def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
     return lost_times(divided, videos["split"].combine_chunks(), video=rows, begin_us=begin_us, end_us=end_us)
 
 
-def lost_lines(lost: Mapping[str, LostTime], *, indent: int) -> list[str]:
+def lost_lines(times: Mapping[str, LostTime], *, indent: int) -> list[str]:
     """Return report lines about the lost time of each split.
 
     Args:
-        lost: Lost time, keyed by split.
+        times: Lost time, keyed by split.
         indent: Width of the column of labels, in characters.
     """
     return [
         f"{'splits':<{indent}}{split}: {time.seconds:,.1f} s of {count_noun(time.num_chunks, 'chunk')} belong to "
         "captions of other splits; training without captions omits them"
-        for split, time in lost.items()
+        for split, time in times.items()
     ]

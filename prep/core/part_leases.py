@@ -2,7 +2,7 @@
 
 A part and a command without `--part` exclude each other without a common lock: each first takes its own lease and then
 reads the other leases. At least one of the two sees the other, and is refused. Reading an expired lease releases it, so
-its holder can no longer publish, even if it is still running.
+the former holder can no longer publish, even if it is still running.
 """
 
 import re
@@ -14,7 +14,7 @@ from clipmill.manifests.storage.leases import EXPIRY_S, Lease, LeaseHeld, held_l
 from clipmill.manifests.storage.mirrors import Mirror
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import lock_path, part_lock_names
-from clipmill.prep.core.parts import Part, RunningPart, column_is_written
+from clipmill.prep.core.parts import Part, RunningPart, column_locked_error
 
 
 class PartLeases:
@@ -35,10 +35,10 @@ class PartLeases:
         """Raise a UserError if the column is locked. `lock_part` checks again, during the turn."""
         for record in held_leases(self._copy.objects, re.compile(re.escape(self._column_lock_name))).values():
             holder = f"{record.get('holder')} since {record.get('since')}"
-            raise column_is_written(self._copy.folder, self._column, holder=holder)
+            raise column_locked_error(self._copy.folder, self._column, holder=holder)
 
     def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return "": parts do not report their shards, as objects are visible immediately."""
+        """Wait for the turn, and return "". Parts report no shards here, because objects are visible immediately."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=activity
         )
@@ -47,7 +47,7 @@ class PartLeases:
         self._turn = turn
         return ""
 
-    def running(self) -> list[RunningPart]:
+    def list_running(self) -> list[RunningPart]:
         self._copy.require_locks()
         names = part_lock_names(self._column)
         others = []
@@ -61,7 +61,7 @@ class PartLeases:
         try:
             self._part_lock.take_over(
                 on_wait=lambda holder: sys.stderr.write(
-                    f"part {self._part} waits: {holder} has its lock, "
+                    f"part {self._part} waits: {holder} holds its lock, "
                     f"which expires after {EXPIRY_S:g} s without renewal\n"
                 )
             )

@@ -22,9 +22,10 @@ parts that end at the same time is the last. If the last part is killed, running
 command without `--part` finishes the run.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
-other parts. A running part therefore touches its lock file, and a part that can lock a file that keeps changing is
-refused. Network file systems may show a new commit late. A part that ends therefore writes its number of shards to the
-lock file of the turn, which locking keeps up to date, and the last part waits until it sees all shards.
+other parts. A running part therefore touches its lock file. If another part can lock this file although it keeps
+changing, that part is refused. Network file systems may show a new commit late. A part that ends therefore writes its
+number of shards to the lock file of the turn, which locking keeps up to date. The last part waits until it sees all
+shards.
 
 A running part is registered by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which expire
 after a part is killed (`clipmill.prep.core.part_leases`). New objects are visible immediately, and are fetched during
@@ -55,12 +56,12 @@ _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 TOUCH_INTERVAL_S = 1.0  # interval at which a running part touches its file
 _NUM_MISSED_TOUCHES = 5  # number of intervals without a touch after which a part is assumed to be dead
 _MAX_POLL_S = 15.0  # maximum interval between two checks whether other parts have finished their shares
-_STATUS_LOCK_S = 0.005  # maximum time for which `prep status` holds the lock of a silent part
+_STATUS_LOCK_S = 0.005  # maximum time that `prep status` holds the lock of a silent part
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Part `number`, from 1, of `count` parts."""
+    """One of `count` parts. `number` counts from 1."""
 
     number: int
     count: int
@@ -81,9 +82,9 @@ class Part:
             raise UserError(f"--part {text} is out of range", hint=f"use 1/{last} to {last}/{last}")
         return cls(number, count)
 
-    def owns(self, number: int) -> bool:
-        """Return True if the shard with ID `number` belongs to this part."""
-        return number % self.count == self.number - 1
+    def owns(self, shard_id: int) -> bool:
+        """Return True if a shard belongs to this part."""
+        return shard_id % self.count == self.number - 1
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -94,7 +95,7 @@ _PLANS = "plans"
 
 @dataclass(frozen=True)
 class RunningPart:
-    """Running part, as described by the note in its lock file.
+    """A running part, as described by the note in its lock file.
 
     Attributes:
         part: Number and count of the part.
@@ -124,7 +125,7 @@ class RunningPart:
 
 
 class PartLocks(Protocol):
-    """Locks of one part. Methods other than `lock_column`, `take_turn`, `touch` and `release` require the turn."""
+    """Locks of one part. All methods except `lock_column`, `take_turn`, `touch` and `release` require the turn."""
 
     def lock_column(self) -> None:
         """Share the lock of the column, which excludes commands without `--part`.
@@ -138,10 +139,10 @@ class PartLocks(Protocol):
 
         Args:
             activity: Description of what this part does during the turn, shown to waiting parts.
-            on_wait: Function that is called during a long wait, with the description of the part that has the turn.
+            on_wait: Function that is called during a long wait, with the description of the part that holds the turn.
         """
 
-    def running(self) -> list[RunningPart]:
+    def list_running(self) -> list[RunningPart]:
         """Return the other running parts of the column, and remove the lock files of killed parts.
 
         Raises:
@@ -178,7 +179,7 @@ class PartFiles:
         path = lock_path(self._data_dir, self._column)
         self._column_lock = FileLock.take(path, is_shared=True)
         if self._column_lock is None:
-            raise column_is_written(self._data_dir, self._column, holder=holder_of(path))
+            raise column_locked_error(self._data_dir, self._column, holder=holder_of(path))
         self._column_lock.note("")  # remove the note of a killed command
 
     def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
@@ -188,7 +189,7 @@ class PartFiles:
         self._turn.note(f"{activity}\n{text}")
         return text
 
-    def running(self) -> list[RunningPart]:
+    def list_running(self) -> list[RunningPart]:
         others = []
         for path in sorted(self._data_dir.glob(f".{self._column}.part-*.lock")):
             match = part_lock_names(self._column).fullmatch(path.name)
@@ -237,14 +238,14 @@ class PartFiles:
             self._column_lock = None
 
 
-def column_is_written(data_dir: Path, column: str, *, holder: str) -> UserError:
+def column_locked_error(data_dir: Path, column: str, *, holder: str) -> UserError:
     """Return the error of a part if a command without `--part` is writing the column.
 
     Args:
         holder: Holder of the lock of the column; empty if unknown.
     """
     return UserError(
-        f"another command is writing to {data_dir} ({holder or 'unknown'})",
+        f"another command is writing to {data_dir} ({holder or 'unknown process'})",
         hint=f"wait until the command, which makes column {column} without --part, has finished, or stop it",
     )
 
@@ -287,14 +288,14 @@ _MAX_LAG_S, _LAG_INTERVAL_S = 120.0, 1.0  # maximum wait for commits, and poll i
 
 @dataclass
 class PartRun:
-    """Part that this process runs, and its coordination with other parts.
+    """The part that this process runs, and its coordination with other parts.
 
     Attributes:
         data_dir: Data folder.
         column: Name of the column.
         part: Number and count of the part.
-        is_first: True if this part publishes the files that all parts share: no other part was running when it started,
-            or, after `claim_share`, no other part has published them.
+        is_first: True if this part publishes the files that all parts share, because no other part was running when
+            this part started or, after `claim_share`, because no other part has published the files.
         is_last: True if this part finishes the run; None until it has ended.
         num_running: Number of other parts that were running when this part ended.
         not_made: Number of units that were not made when the last part ended, keyed by part.
@@ -309,7 +310,7 @@ class PartRun:
     num_running: int = 0
     not_made: Counter[Part] = field(default_factory=Counter)
     unit: str = "shard"
-    _made: dict[Part, int] = field(default_factory=dict)
+    _num_made: dict[Part, int] = field(default_factory=dict)
     _has_turn: bool = False
     _locks: PartLocks = field(init=False)
 
@@ -331,12 +332,12 @@ class PartRun:
         """
         self._locks.lock_column()
         self._take_turn("planning")
-        others = self._locks.running()
-        if mixed := [other for other in others if other.part.count != self.part.count]:
+        others = self._locks.list_running()
+        if other := next((other for other in others if other.part.count != self.part.count), None):
             raise UserError(
-                f"--part {self.part} divides the run into {self.part.count} parts, but part {mixed[0].part} is running "
-                f"({mixed[0].holder})",
-                hint=f"use a part of {mixed[0].part.count}, or wait until all parts have ended",
+                f"--part {self.part} divides the run into {self.part.count} parts, but part {other.part} is running "
+                f"({other.holder})",
+                hint=f"use --part K/{other.part.count}, or wait until all parts have ended",
             )
         holder = self._locks.lock_part()
         if holder is not None:
@@ -344,26 +345,26 @@ class PartRun:
         refresh(self.data_dir)  # fetch the files that other parts have published
         self.is_first = not others
         if self.is_first:
-            self._made = {}
+            self._num_made = {}
         else:
             self._leave_turn()
 
     def claim_share(self, find_unfinished: Callable[[], Sequence[int]]) -> int | None:
         """Claim a share of the work that parts divide before they plan. Return None once it is time to plan.
 
-        If other running parts have claimed all unfinished shares, wait for them. The share of a killed part can be
-        claimed again. When the method returns None, this part either holds the turn (`is_first`), or can read the files
-        that a different part has published.
+        If other running parts have claimed all unfinished shares, wait for these parts. The share of a killed part can
+        be claimed again. When the method returns None, this part either holds the turn (`is_first`), or can read the
+        files that a different part has published.
 
         Args:
-            find_unfinished: Function that returns the numbers of the shares without a result. It is called during a
+            find_unfinished: Function that returns the numbers of the shares that have no result. It is called during a
                 turn.
         """
         interval_s = TOUCH_INTERVAL_S
         while True:
             if not self._has_turn:
                 self._take_turn("planning")
-            others = self._locks.running()
+            others = self._locks.list_running()
             self.is_first = not any(other.is_past_publishing for other in others)
             unfinished = find_unfinished() if self.is_first else []
             claims = {other.stage for other in others}
@@ -382,7 +383,7 @@ class PartRun:
             interval_s = min(2 * interval_s, _MAX_POLL_S)
 
     def agree(self, variant: str, *, where: str | None, package: str = "clipmill.prep") -> None:
-        """Check that all running parts make the same variant with the same code, and note both for this part.
+        """Check that all running parts make the same variant with the same code, and record both in this part's note.
 
         Args:
             variant: Name of the variant.
@@ -396,7 +397,7 @@ class PartRun:
             self._take_turn("planning")
         source = (source_sha256(package) or "unknown")[:8]
         name = variant if where is None else f"{variant} where {' '.join(where.split())}"
-        for other in self._locks.running():
+        for other in self._locks.list_running():
             if other.variant not in ("", name):
                 raise UserError(
                     f"part {self.part} would make {name}, but part {other.part}, which is running, "
@@ -414,35 +415,37 @@ class PartRun:
             self._leave_turn()
 
     def begin(self) -> None:
-        """Release the turn, so that other parts can continue. Call it once all shared files are published."""
+        """Release the turn, so that other parts can continue. All shared files must have been published."""
         self._leave_turn()
 
     def end(self) -> bool:
-        """Wait for the turn, and return True if this is the last part, which must finish the run before it leaves."""
+        """Wait for the turn, and return True if this is the last part. The last part must then finish the run."""
         if self.is_last is None:
             self._take_turn("ending")
-            self.num_running = len(self._locks.running())
+            self.num_running = len(self._locks.list_running())
             self.is_last = self.num_running == 0
             if self.is_last:
                 refresh(self.data_dir)  # fetch the commits of other parts
         return self.is_last
 
     def report_made(self, num_made: int) -> None:
-        """Report the number of units, such as shards, that this part has made. Call it after `end`."""
-        self._made[self.part] = num_made
+        """Report the number of units, such as shards, that this part has made. Call this method after `end`."""
+        self._num_made[self.part] = num_made
 
     def await_others(self, count_visible: Callable[[], Mapping[int, int]]) -> None:
-        """Wait until this node sees all units that the other parts have reported. Call it in the last part.
+        """Wait until this node sees all units that the other parts have reported. Only the last part needs to wait.
 
         Args:
             count_visible: Function that returns the number of visible units of each part, keyed by `number` - 1.
         """
-        reported, self._made = {part.number - 1: made for part, made in self._made.items()}, {}
+        reported_counts = {part.number - 1: num_made for part, num_made in self._num_made.items()}
+        self._num_made = {}
         deadline_s = time.monotonic() + _MAX_LAG_S
         is_late = False
         while True:
             counts = count_visible()
-            if all(counts.get(owner, 0) >= made for owner, made in reported.items()) or time.monotonic() > deadline_s:
+            is_complete = all(counts.get(owner, 0) >= num_made for owner, num_made in reported_counts.items())
+            if is_complete or time.monotonic() > deadline_s:
                 return
             if not is_late:
                 is_late = True
@@ -502,16 +505,16 @@ class PartRun:
         )
         self._has_turn = True
         lines = _MADE_LINE.findall(text)
-        self._made = {Part(int(number), int(count)): int(made) for number, count, made in lines}
+        self._num_made = {Part(int(number), int(count)): int(num_made) for number, count, num_made in lines}
 
     def _leave_turn(self) -> None:
         self._has_turn = False
-        self._locks.leave_turn("".join(f"{part} {made}\n" for part, made in sorted(self._made.items())))
+        self._locks.leave_turn("".join(f"{part} {num_made}\n" for part, num_made in sorted(self._num_made.items())))
 
 
 @contextmanager
 def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
-    """Register a part for the duration of the block. The first part removes the leftovers of killed commands.
+    """Register a part for the duration of the block. The first part removes files that killed commands left behind.
 
     Raises:
         UserError: See `PartRun.register`.

@@ -25,7 +25,7 @@ from clipmill.shards.reader import CommittedShard, Variant
 from clipmill.shards.verify import Code, quick_problems
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
-NUM_CHECK_THREADS = 8  # number of threads that check files, which is I/O-bound
+NUM_CHECK_THREADS = 8  # number of threads that check files; the checks are I/O-bound
 
 
 class ShardState(StrEnum):
@@ -72,7 +72,7 @@ class ShardPlan:
         state: State of the shard.
         reason: Reason for the state, as text.
         plan_fingerprint: SHA-256 (hex) of everything that determines the content of the shard.
-        rows: Rows of the shard in the plan of the column, in the order in which the shard stores the rows.
+        rows: Rows of the shard in the plan of the column, in the order of the samples in the shard.
         num_chunks: Number of planned samples.
         num_copied: Number of samples to copy from the stored shard; None if the number is unknown until the shard is
             made.
@@ -140,10 +140,10 @@ def plan_shards(
     Args:
         shards: Shards that should exist.
         stored: Stored shards of the variant.
-        what_changed: Plural noun phrase for the inputs, such as "its chunks", for the reason of changed shards.
+        what_changed: Plural noun phrase for the inputs, such as "its chunks", used in the reason for changed shards.
         orphaned_because: Reason why stored shards are no longer in the plan.
         retry_codes: Codes of failures to retry even if nothing has changed, in addition to transient failures.
-        unreadable: IDs of videos whose sources currently cannot be read.
+        unreadable: IDs of the videos whose sources currently cannot be read.
         held: Shards to leave unchanged.
     """
     planned_ids, commits = set[int](), stored.commits
@@ -197,8 +197,8 @@ def state_of(
         fingerprint: Planned fingerprint of the shard.
         problem: Problem with the stored shard, as in `StoredShards.problems`; None if there is no problem.
         retry_codes: Codes of failures to retry even if nothing has changed.
-        unreadable: IDs of videos whose sources currently cannot be read.
-        what_changed: Plural noun phrase for the inputs, such as "its chunks", for the reason of changed shards.
+        unreadable: IDs of the videos whose sources currently cannot be read.
+        what_changed: Plural noun phrase for the inputs, such as "its chunks", used in the reason for changed shards.
     """
     if problem is not None:
         return problem
@@ -206,13 +206,13 @@ def state_of(
         return ShardState.NEW, "not committed yet"
     if commit.plan_fingerprint != fingerprint:
         return ShardState.CHANGED, f"{what_changed} have changed"
-    retried = Counter(
+    retried_codes = Counter(
         failure.code
         for failure in commit.failures
         if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
     )
-    if retried:
-        counts = ", ".join(f"{count} x {code}" for code, count in sorted(retried.items()))
+    if retried_codes:
+        counts = ", ".join(f"{count} x {code}" for code, count in sorted(retried_codes.items()))
         return ShardState.RETRY, f"earlier failures are retried: {counts}"
     return ShardState.CURRENT, "up to date"
 
@@ -237,17 +237,17 @@ def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
 
 def pending_of(shards: Sequence[ShardPlan]) -> PendingWork:
     """Return the remaining work of a variant, given its planned shards."""
-    planned = [shard for shard in shards if shard.state != ShardState.ORPHANED]
+    planned_shards = [shard for shard in shards if shard.state != ShardState.ORPHANED]
     return PendingWork(
-        num_wanted=sum(shard.num_chunks for shard in planned),
-        wanted_shards=frozenset(shard.shard_id for shard in planned),
+        num_wanted=sum(shard.num_chunks for shard in planned_shards),
+        wanted_shards=frozenset(shard.shard_id for shard in planned_shards),
         to_make=dict(Counter(str(shard.state) for shard in shards if shard.has_work)),
-        num_orphaned=len(shards) - len(planned),
+        num_orphaned=len(shards) - len(planned_shards),
     )
 
 
 def stored_shards(folder: Path) -> StoredShards:
-    """Read the commits in the folder of a variant, and check the files in the commits."""
+    """Read the commits in the folder of a variant, and check the committed files."""
     records = read_commits(folder)
     problems = file_problems(folder, records.commits)
     for damaged in records.damaged:
@@ -256,7 +256,7 @@ def stored_shards(folder: Path) -> StoredShards:
 
 
 def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tuple[ShardState, str]]:
-    """Return the shards whose files are missing or damaged, as found by a quick check, keyed by shard ID."""
+    """Return (state, reason) of each shard with files that a quick check finds missing or damaged, keyed by ID."""
     return {
         shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
         for shard_id, problems in quick_problems(folder, commits.values()).items()
@@ -264,7 +264,7 @@ def file_problems(folder: Path, commits: Mapping[int, Commit]) -> dict[int, tupl
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Return the problems that a quick check of a variant's files finds, as {shard ID: (state, reason)}."""
+    """Return the problems that a quick check finds in the files of a variant, as {shard ID: (state, reason)}."""
     problems: dict[int, tuple[str, str]] = {
         shard_id: (str(state), reason)
         for shard_id, (state, reason) in file_problems(variant.directory, variant.commits).items()
@@ -323,8 +323,7 @@ class DiskUse:
         """Return the disk use as lines of text."""
         variants = f" in {count_noun(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
         column_bytes = sum(self.variant_bytes.values())
-        now = f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"
-        parts = [now]
+        parts = [f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"]
         if self.added_bytes is None:
             parts.append("an unknown size to be added")
         elif self.added_bytes[1]:
@@ -336,8 +335,8 @@ class DiskUse:
         if self.freed_bytes:
             num_others = len(self.variant_bytes) - self.has_variant
             what = f"{count_noun(num_others, 'other variant')}" if num_others else "earlier shards"
-            others = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
-            lines.append(f"         {others}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
+            kept_text = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
+            lines.append(f"         {kept_text}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
             lines.append("warning  this may not fit on the disk: free some space, or use a folder on a different disk")
         return lines

@@ -53,7 +53,7 @@ class RunProgress:
             raise KeyboardInterrupt(self._finished_text()) from None
 
     def start(self) -> None:
-        """Start measuring the speed. Call it when the workers are ready."""
+        """Start measuring the speed. Call this method when the workers are ready."""
         self._pace = ProgressRate()
 
     def finish_shard(self, num_samples: int) -> None:
@@ -87,11 +87,11 @@ class RunProgress:
             state = "starting workers"
         elif (speed := self._pace.per_s) > 0:
             state = self._pace.rate() if self._sample_s is None else f"{speed * self._sample_s:,.1f}x real time"
-        failed = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
+        failures = ", ".join(f"{count} x {code}" for code, count in sorted(self._failures.items()))
         text = join_parts(
             f"{self._done:,} of {count_noun(self._num_samples, self._noun)}", state, self._pace.time_left(self._work)
         )
-        return f"{text}; failed: {failed}" if failed else text
+        return f"{text}; failed: {failures}" if failures else text
 
     def _finished_text(self) -> str:
         num_made = f"{self._num_shards_made:,} of {count_noun(self._num_shards, 'shard')}"

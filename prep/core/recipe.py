@@ -1,4 +1,4 @@
-"""Recipe of a column: everything besides the input that determines the stored bytes, above all the settings.
+"""Recipe of a column: everything except the input that determines the stored bytes, mainly the settings.
 
 The settings are a frozen dataclass whose fields are flags of the command. A recipe is stored as `recipe.json`. Its
 fingerprint is part of the variant's name, so different settings create a different variant.
@@ -15,7 +15,7 @@ from clipmill.shards.columns import VIDEO, command_for
 
 # Marks in the annotation of a setting.
 NOT_STORED = "a setting that does not affect the stored bytes and is not part of the recipe"
-STORED_IF_CHANGED = "a setting that recipes omit at its default, because it was added later"
+STORED_IF_CHANGED = "a setting that recipes omit if it has its default value, because it was added later"
 # Mark in the annotation of a request's field.
 KEPT = "a flag that is recorded with a run and used again by a retry"
 
@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything besides the input that determines the stored bytes of a column.
+    """Everything except the input that determines the stored bytes of a column.
 
     Attributes:
         settings: Settings of the command; for `video`, with all defaults resolved.
@@ -62,9 +62,10 @@ def stored_values(settings: Any) -> dict[str, Any]:
     """Return the settings that are part of the recipe, keyed by name."""
     kind = type(settings)
     defaults = {field.name: field.default for field in fields(kind)}
-    unchanged = {name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]}
-    omitted = unchanged | marked_fields(kind, NOT_STORED).keys()
-    return {name: value for name, value in asdict(settings).items() if name not in omitted}
+    added_names = marked_fields(kind, STORED_IF_CHANGED)
+    omitted_names = {name for name in added_names if getattr(settings, name) == defaults[name]}
+    omitted_names |= marked_fields(kind, NOT_STORED).keys()
+    return {name: value for name, value in asdict(settings).items() if name not in omitted_names}
 
 
 def values_not_stored(settings: Any) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def values_not_stored(settings: Any) -> dict[str, Any]:
 
 
 def marked_fields(kind: type, mark: str) -> dict[str, type]:
-    """Return the fields of a dataclass with a mark in their annotation, as {name: type without None}."""
+    """Return the fields of a dataclass that have a mark in their annotation, as {name: type without None}."""
     hints = get_type_hints(kind, include_extras=True)
     types: dict[str, type] = {}
     for field in fields(kind):
@@ -98,11 +99,12 @@ def settings_from(stored: Mapping[str, Any], kind: type[Settings], *, column: st
     """
     require_schema(stored, column=column, schema=schema)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    optional = marked_fields(kind, NOT_STORED) | marked_fields(kind, STORED_IF_CHANGED)
-    required = ["video", *(name for name in names if name not in optional)]
-    if missing := [name for name in required if name not in stored]:
+    optional_names = marked_fields(kind, NOT_STORED) | marked_fields(kind, STORED_IF_CHANGED)
+    required_names = ["video", *(name for name in names if name not in optional_names)]
+    if missing_names := [name for name in required_names if name not in stored]:
         raise UserError(
-            f"the recipe lacks {', '.join(map(repr, missing))}", hint=f"run `prep {column}` again to rewrite the recipe"
+            f"the recipe lacks {', '.join(map(repr, missing_names))}",
+            hint=f"run `prep {column}` again to rewrite the recipe",
         )
     return kind(**{name: stored[name] for name in names if stored.get(name) is not None})
 
@@ -118,12 +120,12 @@ def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> No
 
 
 def setting_flags(settings: Any) -> list[str]:
-    """Return the flags of settings: first settings without a default, then settings that differ from their default."""
+    """Return the flags for settings: first those without a default, then those that differ from their default."""
     values = asdict(settings)
-    defaults = {field.name: field.default for field in fields(settings)}
-    required = {name: values.pop(name) for name, default in defaults.items() if default is MISSING}
-    default = asdict(type(settings)(**required))
-    return [*changed_flags(required, dict.fromkeys(required)), *changed_flags(values, default)]
+    field_defaults = {field.name: field.default for field in fields(settings)}
+    required_values = {name: values.pop(name) for name, default in field_defaults.items() if default is MISSING}
+    defaults = asdict(type(settings)(**required_values))
+    return [*changed_flags(required_values, dict.fromkeys(required_values)), *changed_flags(values, defaults)]
 
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -91,8 +91,8 @@ def states_lines(
             group.num_made += shard.num_chunks - (shard.num_copied or 0)
             group.is_known &= shard.num_copied is not None or shard.state == ShardState.NEW
     lines += [f"to do    {_work_text(group, sample, verb)}: {reason}" for reason, group in groups.items()]
-    removed = [shard for shard in shards if shard.state == ShardState.ORPHANED]
-    removals = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in removed)
+    orphaned_shards = [shard for shard in shards if shard.state == ShardState.ORPHANED]
+    removals = Counter((reasons or {}).get(shard.shard_id, shard.reason) for shard in orphaned_shards)
     lines += [f"to do    {count_noun(count, 'shard')} removed: {reason}" for reason, count in removals.items()]
     listed_shards = [shard for shard in shards if shard.state in _LISTED_STATES]
     lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed_shards[:MAX_LISTED]]
@@ -235,7 +235,7 @@ def with_ending(
         column: Column of the run.
         variant_dir: Folder of the variant.
         data: Data folder as passed by the user.
-        has_ended: False for a part that is not the last one, which leaves finishing the run to other parts.
+        has_ended: False for a part that is not the last one, because another part will then finish the run.
         gave_up: True if the run ended before all shards were attempted.
     """
     variant = Variant(variant_dir)
@@ -310,8 +310,8 @@ def retry_arguments(column: ColumnSpec, *, data: Path) -> list[str]:
 def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, column: str) -> int:
     """Return the size in bytes of the files that `prep gc` would remove: files without a commit, and other variants.
 
-    Files with readers do not count, because `prep gc` keeps them. For a bucket, return 0, because listing files costs
-    requests.
+    Files in use do not count, because `prep gc` keeps them. For a bucket, return 0, because each listing is a paid
+    request.
     """
     if mirror_of(data) is not None:
         return 0
@@ -322,13 +322,13 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
         for name in list_variants(data, column)
         if name != directory.name and not lost_samples(data, column, variant=directory.name, former_variant=name)
     ]
-    stray = [
+    uncommitted_paths = [
         path
         for folder in (directory, *folders_in(directory))
         for path in folder.iterdir()
         if path.name.endswith(_SHARD_ENDINGS) and path not in committed_paths
     ]
-    if not other_variants and not stray:
+    if not other_variants and not uncommitted_paths:
         return 0
     from clipmill.shards.marks import list_readers
 
@@ -339,10 +339,10 @@ def _unused_bytes(variant: Variant, files: Sequence[ShardFiles], *, data: Path, 
     unused_bytes = sum(
         folder_bytes(directory.parent / name) for name in other_variants if not readers.find(column, name)
     )
-    # A training run that is resumed reads only committed shards, but a running process may still read other files that
-    # it has opened.
+    # A resumed training run reads only committed shards, but a running process may still read other files that it has
+    # opened.
     if all(reader.is_run for reader in readers.find(column, directory.name)):
-        for path in stray:
+        for path in uncommitted_paths:
             with suppress(OSError):  # the file was removed after the folder was listed
                 unused_bytes += path.stat().st_size
     return unused_bytes
@@ -363,16 +363,16 @@ class Length:
 
 def length_text(seconds: float, *, num_unread: int) -> str:
     """Return the duration of video as text, with the number of unreadable shards."""
-    unread = f" without {count_noun(num_unread, 'unreadable shard')}" if num_unread else ""
+    unread = f", not counting {count_noun(num_unread, 'unreadable shard')}" if num_unread else ""
     return f"{duration_text(seconds)} of video{unread}"
 
 
 def length_of(variant: Variant) -> Length:
     """Return the duration of the video in a variant."""
-    known = variant.commits.shard_seconds()
-    unknown = [shard for shard in variant.shards() if shard.shard_id not in known]
+    known_seconds = variant.commits.shard_seconds()
+    other_shards = [shard for shard in variant.shards() if shard.shard_id not in known_seconds]
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
-        lengths = [*known.values(), *pool.map(_read_seconds, unknown)]
+        lengths = [*known_seconds.values(), *pool.map(_read_seconds, other_shards)]
     return Length(sum(seconds or 0.0 for seconds in lengths), lengths.count(None))
 
 
@@ -384,7 +384,7 @@ def _read_seconds(shard: CommittedShard) -> float | None:
 
 
 def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Append unusable files, which a run rebuilds from the shards, to the report of a plan without other work.
+    """Append the unusable files that a run would rebuild from the shards, if the plan has no other work.
 
     Raises:
         UserError: The records of the variant are damaged.

@@ -225,14 +225,14 @@ class Request(Checked):
         elif self.address is None and self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
             yield UserError(
                 f'RAY_ADDRESS "{self.cluster}" is not the address of a Ray cluster',
-                hint="set it to auto or HOST:PORT such as 10.0.0.1:6379, or use --engine processes",
+                hint="set RAY_ADDRESS to auto, or to HOST:PORT such as 10.0.0.1:6379; or use --engine processes",
             )
-        if (changed := self.execution.changed_flags) and self.engine_name != "ray":
-            flags = ", ".join(changed)
+        if (changed_flags := self.execution.changed_flags) and self.engine_name != "ray":
+            flags = ", ".join(changed_flags)
             yield UserError(
                 f"{flags} requires --engine ray",
                 hint=f"use --engine ray or --address, or omit {flags}",
-                flags=(*changed, "--engine"),
+                flags=(*changed_flags, "--engine"),
             )
         # Ray already distributes the work over the nodes.
         if self.cluster is not None and self.part is not None:
@@ -247,7 +247,7 @@ class Request(Checked):
         """Return the number of GPUs per worker: `num_gpus`, or its default.
 
         Args:
-            has_work: False if nothing is to be made. Then 0.0 is returned, because detecting GPUs takes seconds.
+            has_work: False if there is nothing to make. The result is then 0.0, because detecting GPUs takes seconds.
 
         Raises:
             UserError: No cluster is running at the address.
@@ -333,17 +333,17 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
         name: Path of a local folder, or name of a model on the Hub, such as google/umt5-xxl.
         files: Glob patterns of the files to download.
         what: Noun for the model in messages, such as "VAE"; "" for none.
-        flag: Flag that selects the model, for messages. It includes the flag's value if that differs from `name`.
-        hint: Hint of the errors.
+        flag: Flag that selects the model, for messages, followed by its value if the value differs from `name`.
+        hint: Hint for the errors.
 
     Raises:
         UserError: The folder does not exist, or the model is not in the cache and cannot be downloaded.
     """
     from clipmill.manifests.hub import hub_if_reachable
 
-    local, noun = Path(name).expanduser(), f"{what} " if what else ""
-    if local.is_dir():
-        return local.resolve()
+    folder, noun = Path(name).expanduser(), f"{what} " if what else ""
+    if folder.is_dir():
+        return folder.resolve()
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise UserError(f"the {noun}folder {name} (requested by {flag}) does not exist", hint=hint)
     try:
@@ -356,7 +356,7 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
             return Path(snapshot_download(name, allow_patterns=list(files)))
     # All exceptions for network, cache and server errors derive from these classes.
     except (OSError, HFValidationError, ValueError) as error:
-        article = f"the {what} " if what else ""
+        subject = f"the {what} " if what else ""
         raise UserError(
-            f'{article}"{name}" cannot be downloaded from the Hugging Face Hub: {first_line(error)}', hint=hint
+            f'{subject}"{name}" cannot be downloaded from the Hugging Face Hub: {first_line(error)}', hint=hint
         ) from None

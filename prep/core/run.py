@@ -1,4 +1,4 @@
-"""Driver of any column: make each shard of a plan that needs work, and update the records of the variant.
+"""Driver of any column: make the shards of a plan that need work, and update the records of the variant.
 
 All state is in the commits, so a run can be killed and restarted at any time.
 """
@@ -101,14 +101,14 @@ class Job(Generic[W]):
         variant_dir: Folder of the variant.
         recipe: Content of recipe.json.
         shards: All shards of the plan, including shards without work.
-        make: Function that takes a task, makes and commits one shard, and returns the result. It must be defined at
-            module level, because it is sent to workers.
+        make: Function that takes a task, makes and commits one shard, and returns the result. The function must be
+            defined at module level, because it is sent to workers.
         task: Function that takes a shard and returns its task, the argument of `make`.
         video_ids: Function that takes a shard and returns the IDs of its videos. An ID may occur more than once.
         planning_failures: Failures found by planning that do not belong to a shard, such as unusable sources.
         chunk_s: Seconds of video in a full chunk, for the progress bar; None to omit the speed.
-        needs: Requirements on a worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
-        lag_limit_s: Maximum time in seconds until commits that workers have reported are visible.
+        needs: Requirements for a worker's machine (`clipmill.prep.engines.admission.Ticket`); None if there are none.
+        lag_limit_s: Maximum time in seconds until commits that workers have reported become visible.
         read_again: IDs of the videos whose unusable sources were read again, because the failure may be temporary.
         where: Condition that selects the samples of the plan, to record with the variant; None for all samples.
         request_values: Further values of the request to record with the variant, keyed by flag name.
@@ -136,7 +136,7 @@ class Job(Generic[W]):
 
 
 def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
-    """Make each shard of a job that needs work, and update the records of the variant.
+    """Make the shards of a job that need work, and update the records of the variant.
 
     The caller must hold the lock of the column (`clipmill.prep.core.data_folder.writing`).
 
@@ -159,7 +159,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
     part_job = job
     if part_run is not None:
         part_job = replace(job, shards=[shard for shard in job.shards if part_run.part.owns(shard.shard_id)])
-    reported = frozenset(read_failures(folder / FAILURES_FILE))
+    reported_failures = frozenset(read_failures(folder / FAILURES_FILE))
     summary, begin_s = Summary(job.variant), time.monotonic()
     results = {result.shard_id: result for result in _results(part_job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
@@ -183,7 +183,7 @@ def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> 
             missing = _missing_shards(part_job, commits, results, gave_up=summary.gave_up)
             _account(part_job, commits, summary, results, missing)
     summary.unchanged = unchanged_failures(
-        summary.failures, reported, variant_dir=folder, shards=job.shards, read_again=job.read_again
+        summary.failures, reported_failures, variant_dir=folder, shards=job.shards, read_again=job.read_again
     )
     return summary
 
@@ -266,17 +266,17 @@ def _finish(
         part_job: Copy of `job` with only the shards of this process.
         results: Results that workers reported, keyed by shard ID.
     """
-    orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
-    planned = {shard.shard_id for shard in job.shards} - orphaned
-    commits = finish_run(job.variant_dir, dropped_ids=orphaned, planned_ids=planned)
+    orphaned_ids = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
+    planned_ids = {shard.shard_id for shard in job.shards} - orphaned_ids
+    commits = finish_run(job.variant_dir, dropped_ids=orphaned_ids, planned_ids=planned_ids)
     if job.lag_limit_s:
         # On network file systems, new commits may become visible with a delay.
-        made = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
-        unseen_ids = made & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
-        unseen = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in unseen_ids]
-        what = f"{count_noun(len(unseen), 'shard')} in {job.variant_dir}"
-        if unseen and wait_until_seen(what, lambda: is_committed(job.variant_dir, unseen), limit_s=job.lag_limit_s):
-            commits = finish_run(job.variant_dir, dropped_ids=orphaned, planned_ids=planned)
+        made_ids = {shard_id for shard_id, result in results.items() if result.stopped_by is None}
+        ids = made_ids & _missing_shards(part_job, commits, results, gave_up=summary.gave_up).keys()
+        fingerprints = [(shard.shard_id, shard.plan_fingerprint) for shard in part_job.shards if shard.shard_id in ids]
+        what = f"{count_noun(len(ids), 'shard')} in {job.variant_dir}"
+        if ids and wait_until_seen(what, lambda: is_committed(job.variant_dir, fingerprints), limit_s=job.lag_limit_s):
+            commits = finish_run(job.variant_dir, dropped_ids=orphaned_ids, planned_ids=planned_ids)
     missing = _missing_shards(job, commits, results, gave_up=summary.gave_up, part_run=part_run)
     _account(part_job, commits, summary, results, missing)
     summary.failures = [*job.planning_failures, *summary.failures]
@@ -325,8 +325,8 @@ def _account(
     for shard in part_job.shards:
         if (stop := missing.get(shard.shard_id)) is not None:
             commit = commits.get(shard.shard_id)
-            retried = commit.failures if shard.state == ShardState.RETRY and commit is not None else None
-            ids = part_job.video_ids(shard) if retried is None else [failure.video_id for failure in retried]
+            old_failures = commit.failures if shard.state == ShardState.RETRY and commit is not None else None
+            ids = part_job.video_ids(shard) if old_failures is None else [failure.video_id for failure in old_failures]
             summary.failures += [Failure(name, None, str(stop.code), stop.message) for name in dict.fromkeys(ids)]
 
 
@@ -338,24 +338,26 @@ def _missing_shards(
     gave_up: str | None,
     part_run: PartRun | None = None,
 ) -> dict[int, Stop]:
-    """Return the reasons why shards are not on disk as planned, keyed by shard ID."""
-    made = {shard.shard_id: commits[shard.shard_id] for shard in with_work(job.shards) if shard.shard_id in commits}
-    problems = file_problems(job.variant_dir, made)
-    missing = {}
+    """Return the reason why each missing shard is not on disk as planned, keyed by shard ID."""
+    work_ids = [shard.shard_id for shard in with_work(job.shards)]
+    problems = file_problems(
+        job.variant_dir, {shard_id: commits[shard_id] for shard_id in work_ids if shard_id in commits}
+    )
+    stops = {}
     for shard in job.shards:
-        number = shard.shard_id
+        shard_id = shard.shard_id
         stop = why_missing(
             shard,
             variant_dir=job.variant_dir,
-            commit=commits.get(number),
-            problem=problems[number][1] if number in problems else None,
-            result=results.get(number),
+            commit=commits.get(shard_id),
+            problem=problems[shard_id][1] if shard_id in problems else None,
+            result=results.get(shard_id),
             gave_up=gave_up,
-            other_part=None if part_run is None or part_run.part.owns(number) else part_run.part_of(number),
+            other_part=None if part_run is None or part_run.part.owns(shard_id) else part_run.part_of(shard_id),
         )
         if stop is not None:
-            missing[number] = stop
-    return missing
+            stops[shard_id] = stop
+    return stops
 
 
 def why_missing(
@@ -392,9 +394,9 @@ def why_missing(
         return stop
     if result is not None:
         reason = problem or "there is no commit for this plan"
-        message = f"the worker reported success, but in {variant_dir}: {reason}"
+        message = f"the worker reported success, but {reason} ({variant_dir})"
     elif shard.has_work:
-        message = f"not attempted: {gave_up or 'the run ended before'}"
+        message = f"not attempted: {gave_up or 'the run ended first'}"
     else:
         message = "the commit was removed during the run"
     return Stop(FailureCode.SHARD_MISSING, message)
@@ -402,7 +404,7 @@ def why_missing(
 
 def unchanged_failures(
     failures: Iterable[Failure],
-    reported: Collection[Failure],
+    reported_failures: Collection[Failure],
     *,
     variant_dir: Path,
     shards: Sequence[ShardPlan],
@@ -412,23 +414,23 @@ def unchanged_failures(
 
     Args:
         failures: Failures of this run.
-        reported: Failures that an earlier run listed.
+        reported_failures: Failures that an earlier run listed.
         shards: Shards of the plan.
         read_again: IDs of the videos whose sources were read again, because the failure may be temporary.
     """
-    if not reported:
+    if not reported_failures:
         return frozenset()
-    retried: set[Failure] = set()
+    retried_failures: set[Failure] = set()
     states = {shard.shard_id: shard.state for shard in with_work(shards)}
     for shard_id, commit in read_commits_by_id(variant_dir, states).items():
-        # In a shard that is made again for a different reason, permanent failures recur, but do not count as retried.
+        # If a shard is made again for a different reason, its permanent failures recur, but do not count as retried.
         is_retried = states[shard_id] == ShardState.RETRY
-        retried.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
+        retried_failures.update(failure for failure in commit.failures if is_retried or failure.code in SOURCE_AWAY)
     return frozenset(
         failure
         for failure in failures
-        if failure in reported
-        and failure not in retried
+        if failure in reported_failures
+        and failure not in retried_failures
         and failure.code not in TRANSIENT
         and failure.video_id not in read_again
     )

@@ -60,7 +60,7 @@ W = TypeVar("W", bound=ShardWork)
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason why no commit was written for a shard. It counts as a failure of all videos in the shard."""
+    """Reason why no commit was written for a shard. A stop counts as a failure of all videos in the shard."""
 
     code: FailureCode
     message: str
@@ -230,7 +230,7 @@ class NewShard:
         """Append a sample.
 
         Args:
-            content: Bytes to include in the hash in the file names, besides the fingerprint of the plan.
+            content: Bytes to hash for the file names, in addition to the fingerprint of the plan.
         """
         self._writer.add(sample)
         self._content.update(content)
@@ -240,13 +240,13 @@ class NewShard:
         """Record the failure of a sample.
 
         Args:
-            content: Text to include in the hash in the file names, besides the fingerprint of the plan.
+            content: Text to hash for the file names, in addition to the fingerprint of the plan.
         """
         self.failures.append(failure)
         self._content.update(content.encode())
 
     def commit(self, *, num_reused: int = 0, encoded_s: float = 0.0) -> ShardResult:
-        """Publish the files of the shard, if it has samples, and the commit; return the result.
+        """Publish the files of the shard (if it has samples) and its commit; return the result.
 
         Args:
             num_reused: Number of samples that were copied from stored shards.
@@ -279,7 +279,7 @@ def begin_shard(
         split: Split of the samples.
         extensions: Extensions of the members of every sample, in order.
         fields: Index fields of the column.
-        num_planned: Number of planned samples, for the progress.
+        num_planned: Number of planned samples, for the progress display.
     """
     writer = ShardWriter(work.variant_dir, shard_id=work.shard_id, extensions=extensions, fields=fields)
     with Heartbeat(work.variant_dir, work.shard_id, num_chunks=num_planned) as beat, writer:
@@ -289,8 +289,8 @@ def begin_shard(
 class RunningChunks:
     """Counter of finished samples in running shards, for the progress bar of the driver.
 
-    Reading the heartbeats of thousands of workers takes time, especially on a network disk. They are read at most once
-    a second, and less often if reading takes long.
+    Reading the heartbeats of thousands of workers takes time, especially on a network disk. The heartbeats are
+    therefore read at most once a second, and less often if reading takes long.
 
     Args:
         variant_dir: Folder of the variant.
@@ -316,11 +316,11 @@ class RunningChunks:
         self._total -= self._num_done.pop(shard_id, 0)
 
     def work_done(self) -> float:
-        """Return the cost of the finished samples in running shards, as of the last call of `num_done`."""
+        """Return the cost of the finished samples in running shards, as of the last call to `num_done`."""
         return sum(num_done * self._costs.get(shard_id, 1.0) for shard_id, num_done in self._num_done.items())
 
     def num_done(self) -> int:
-        """Return the number of finished samples in running shards, as of the last reading of the heartbeats."""
+        """Return the number of finished samples in running shards when the heartbeats were last read."""
         start_s = time.monotonic()
         if start_s >= self._next_s:
             running = running_shards(self._variant_dir)

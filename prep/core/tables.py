@@ -56,7 +56,7 @@ def read_table_file(
         schema: Schema of the complete table.
         columns: Names of the columns to return, in the order of `schema`; None for all columns.
         expected: Columns that the table probably contains. If a column in the file is equal, the expected object is
-            returned, so that the values are in memory only once. The column is still read and verified, because a run
+            returned, so that the values are in memory only once. The file is still read and verified, because a run
             must detect and repair a damaged file.
 
     Raises:
@@ -64,25 +64,25 @@ def read_table_file(
         ValueError: The file is damaged, or its columns differ from `schema`.
         OSError: The file cannot be read.
     """
-    verified: dict[str, pa.ChunkedArray] = {}
+    verified_columns: dict[str, pa.ChunkedArray] = {}
     try:
         require_regular(path, path=path)
         with tag_errors(path), pq.ParquetFile(path) as file:
             if not file.schema_arrow.equals(schema):
                 raise ValueError(f"unexpected columns: {', '.join(file.schema_arrow.names)}")
             metadata = dict(file.schema_arrow.metadata or {})
-            recorded = metadata.pop(_CHECKSUM_KEY, b"").split()
-            if len(recorded) != len(schema.names):
+            checksums = metadata.pop(_CHECKSUM_KEY, b"").split()
+            if len(checksums) != len(schema.names):
                 raise ValueError("the checksums of its columns are missing")
             header = _header(path.name, file.metadata.num_rows, metadata=metadata)
-            for name, sha256 in zip(schema.names, recorded, strict=True):
+            for name, sha256 in zip(schema.names, checksums, strict=True):
                 if columns is not None and name not in columns:
                     continue
                 column = file.read(columns=[name])[name]  # unlike `read_table`, this reads a small column as one chunk
                 if sha256 != _sha256(header, name, column):
                     raise ValueError(f"the checksum of {name} does not match its content")
                 is_expected = expected is not None and name in expected and column.equals(expected[name])
-                verified[name] = expected[name] if expected and is_expected else column
+                verified_columns[name] = expected[name] if expected and is_expected else column
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -91,8 +91,8 @@ def read_table_file(
         raise ValueError(str(error)) from error  # Thrift reports a damaged footer as an OSError without errno
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
-    fields = [schema.field(name) for name in verified]
-    return pa.table(verified, schema=pa.schema(fields, metadata=metadata or None))
+    fields = [schema.field(name) for name in verified_columns]
+    return pa.table(verified_columns, schema=pa.schema(fields, metadata=metadata or None))
 
 
 def as_array(column: pa.ChunkedArray) -> pa.Array:
@@ -101,7 +101,7 @@ def as_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _header(file_name: str, num_rows: int, *, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Return the bytes that all checksums cover besides the column: file name, number of rows, and metadata.
+    """Return the bytes that all checksums cover in addition to the column: file name, number of rows, and metadata.
 
     The file name is included to detect swapped files with the same schema, such as layouts.
     """
@@ -115,7 +115,7 @@ def _sha256(header: bytes, name: str, column: pa.ChunkedArray) -> bytes:
     digest = hashlib.sha256(header + f"\0{name}\0{column.type}\0".encode())
     if column.null_count:
         digest.update(np.packbits(np.asarray(pc.is_valid(column))).data)
-    # Hash the lengths of lists and strings before their values. Do not combine the chunks, which would copy them.
+    # Hash the lengths of lists and strings before their values. Do not combine the chunks, to avoid a copy.
     chunks = column.chunks
     if pa.types.is_list(column.type):
         for chunk in chunks:
@@ -149,7 +149,7 @@ LAYOUT = pa.schema(
 
 
 def owner_of_layout(path: Path) -> str:
-    """Return the column that a layout belongs to: the column after which the file is named, otherwise `video`."""
+    """Return the column that a layout belongs to: the column that the file is named after, or `video`."""
     name = path.name.partition(".")[0]
     is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
     return name if is_column else VIDEO
@@ -207,7 +207,7 @@ def stored_or_rebuilt_layout(
 
 
 def write_layout(path: Path, layout: pa.Table) -> None:
-    """Publish a layout unless the file already contains it. Call it before any work that uses the layout."""
+    """Publish a layout unless the file already contains it. Call this function before any work that uses the layout."""
     try:
         expected = dict(zip(layout.column_names, layout.columns, strict=True))
         if path.exists() and read_layout(path, expected=expected).equals(layout):
@@ -242,7 +242,7 @@ def wanted_spans(
         num_spans: Number of spans of each video, int64.
 
     Returns:
-        Rows of the layout in ascending order, and the row of the video in the manifest for each of them.
+        Rows of the layout in ascending order, and the manifest row of the video for each of these rows.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -287,11 +287,13 @@ def layout_of_commits(
                 shard_spans = [] if files is None else spans(open_index(variant.directory / files.index))
             except (Damaged, OSError):
                 continue  # the spans will be assigned to a new shard
-            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}
-            if added := failed.difference(shard_spans):
+            failed_spans = {span for span in map(span_of_failure, commit.failures) if span is not None}
+            if missing_spans := failed_spans.difference(shard_spans):
                 # Restore the order of the layout, which is the order of the manifest.
-                unsorted = [*shard_spans, *added]
-                shard_spans = sorted(unsorted, key=lambda span: (video_rows.get(span[0], len(video_rows)), span[1]))
+                shard_spans = sorted(
+                    [*shard_spans, *missing_spans],
+                    key=lambda span: (video_rows.get(span[0], len(video_rows)), span[1]),
+                )
             if len(shard_spans) > len(shards.get(commit.shard_id, ("", []))[1]):
                 shards[commit.shard_id] = (commit.split, shard_spans)
     rows = [(shard_id, split, *span) for shard_id, (split, ids) in sorted(shards.items()) for span in ids]

@@ -6,12 +6,12 @@ engine was used.
 
 The selection is not part of the recipe, because the bytes of a sample do not depend on it: a run with a different
 selection keeps the variant and its samples, and makes only missing samples. The selection has its own file because the
-checksum of recipe.json is recorded at the end of a run, but status and plans need the selection from the start.
+checksum of recipe.json is recorded at the end of a run, but `prep status` and plans need the selection from the start.
 
-A variant may replace the current variant unless it lacks samples of the current variant because of a temporary failure,
-such as rejected credentials, a full disk or a lost worker. `prep retry`, or the same command, can still make these
-samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow this
-rule (`lost_samples`).
+A new variant may replace the current variant unless temporary failures, such as rejected credentials, a full disk or a
+lost worker, have made it lack samples that the current variant has. `prep retry`, or the same command, can still make
+these samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow
+this rule (`lost_samples`).
 """
 
 from collections.abc import Collection, Mapping
@@ -34,6 +34,7 @@ from clipmill.prep.core.column import WEIGHTS, ColumnSpec
 from clipmill.prep.core.failure_list import FAILURES_FILE, read_failures, shard_name
 from clipmill.prep.core.failures import SOURCE_AWAY, TRANSIENT, FailureCode
 from clipmill.prep.core.recipe import Recipe
+from clipmill.shards.columns import command_for
 from clipmill.shards.commits import Failure
 from clipmill.shards.dataset import variant_dir
 from clipmill.shards.format import COMMITS_FOLDER, RECIPE_FILE
@@ -62,7 +63,7 @@ def write_selection(folder: Path, where: str | None, values: Mapping[str, Value 
 
 
 def read_selection(folder: Path) -> dict[str, Any]:
-    """Read the selection of the last run of a variant. If it lacks `where`, the run selected all samples.
+    """Read the selection of the last run of a variant. Without `where`, the run selected all samples.
 
     Raises:
         UserError: The file is damaged.
@@ -72,9 +73,9 @@ def read_selection(folder: Path) -> dict[str, Any]:
         return {}
     selection = _read(path)
     if selection is None:
-        raise UserError(
-            f"{path} is damaged", hint=f"run prep {folder.parent.name} again with the same --where to rewrite the file"
-        )
+        command = command_for(folder.parent.name, folder.name)
+        hint = f"run prep {command} again with the same flags, such as --where, to rewrite the file"
+        raise UserError(f"{path} is damaged", hint=hint)
     return selection
 
 
@@ -136,7 +137,7 @@ _RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
-    """Return the failures that a retry may repair, and that made a variant lack samples of a former variant.
+    """Return the failures because of which a variant lacks samples of a former variant, if a retry may repair them.
 
     Args:
         variant: Name of the new variant.
@@ -144,30 +145,30 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: s
     """
     if former_variant is None or former_variant == variant:
         return []
-    new = Variant(variant_dir(data_dir, column, variant))
-    # The list also has the failures of sources that are not in a shard.
-    listed_failures = read_failures(new.directory / FAILURES_FILE)
-    failures = [*(failure for commit in new.commits.values() for failure in commit.failures), *listed_failures]
+    new_variant = Variant(variant_dir(data_dir, column, variant))
+    # The list also contains the failures of sources that are not in a shard.
+    listed_failures = read_failures(new_variant.directory / FAILURES_FILE)
+    failures = [*(failure for commit in new_variant.commits.values() for failure in commit.failures), *listed_failures]
     failures = [failure for failure in dict.fromkeys(failures) if failure.code in _RETRYABLE]
     folder = variant_dir(data_dir, column, former_variant)
     if not failures or not folder.is_dir():
         return []
-    old = Variant(folder)
-    shards = {shard_name(shard.shard_id) for shard in old.shards()}
-    shards -= {shard_name(shard.shard_id) for shard in new.shards()}
+    old_variant = Variant(folder)
+    shard_names = {shard_name(shard.shard_id) for shard in old_variant.shards()}
+    shard_names -= {shard_name(shard.shard_id) for shard in new_variant.shards()}
     try:
         video_ids = {failure.video_id for failure in failures}
-        latest: dict[str, int] = {}  # latest start (ms) of the samples that only the former variant has, by video ID
-        for video_id, start_ms in _starts(old, video_ids) - _starts(new, video_ids):
-            latest[video_id] = max(start_ms, latest.get(video_id, 0))
+        latest_ms: dict[str, int] = {}  # latest start of the samples that only the former variant has, by video ID
+        for video_id, start_ms in _starts(old_variant, video_ids) - _starts(new_variant, video_ids):
+            latest_ms[video_id] = max(start_ms, latest_ms.get(video_id, 0))
     except (Damaged, OSError):
         return failures  # it is unknown which samples the variants have
     return [
         failure
         for failure in failures
         # The key of a failure belongs to the first sample that failed.
-        if failure.video_id in shards
-        or latest.get(failure.video_id, -1) >= (0 if failure.key is None else _video_and_start(failure.key)[1])
+        if failure.video_id in shard_names
+        or latest_ms.get(failure.video_id, -1) >= (0 if failure.key is None else _video_and_start(failure.key)[1])
     ]
 
 

@@ -58,7 +58,7 @@ class ColumnPlan(Protocol):
     def shards(self) -> "Sequence[ShardPlan]": ...
     @property
     def num_videos(self) -> int:
-        """Number of videos in the plan; a percentage in `--max-failures` refers to it."""
+        """Number of videos in the plan; a percentage in `--max-failures` refers to this number."""
         ...
 
 
@@ -101,11 +101,11 @@ class ColumnWork:
     """Functions of one column.
 
     Attributes:
-        require: Function (settings) that raises UserError if this machine lacks something that the settings need. It is
-            called before any lock is taken.
+        require: Function (settings) that raises UserError if this machine lacks something that the settings need. The
+            function is called before any lock is taken.
         plan: Function (data folder, settings, request) -> plan: the shards to make, with reasons.
-        run: Function (plan, settings, request, part or None) -> summary. It is called while the lock of the column is
-            held.
+        run: Function (plan, settings, request, part or None) -> summary. The function is called while the lock of the
+            column is held.
         plan_report: Function plan -> report.
         explain: Function (plan, chunk key or video ID) -> report on the state of the chunk or video. None if the
             command has no `--explain`.
@@ -115,8 +115,8 @@ class ColumnWork:
             with the name of the column.
         extra_folders: Folders for intermediate results in each variant.
         extra_files: Files that are derived from the shards, in each variant.
-        sample_report: Function (shard, row, data folder) -> report that `prep inspect KEY` prints. None: a report of
-            the index row.
+        sample_report: Function (shard, row, data folder) -> report that `prep inspect KEY` prints. None to print the
+            index row.
         sample_facts: Function (data folder, key) -> values that `prep inspect KEY` shows besides the index row.
         write_page: Function (variant, request) that writes the page of `prep inspect --html` and returns a report. None
             if the column has no page.
@@ -140,7 +140,7 @@ class ColumnWork:
     next_command: Callable[[Path], list[str]] = lambda data: []
 
     def file_problems(self, variant: Variant) -> list[str]:
-        """Return the problems of a variant's extra files, which the next run rebuilds."""
+        """Return the problems of a variant's extra files. The next run rebuilds these files."""
         # Do not fetch a merged table that is only in a bucket; `prep verify` fetches and checks it.
         files = (
             file
@@ -158,7 +158,7 @@ def work_of(column: ColumnSpec) -> ColumnWork:
     """Import and return the functions of a column.
 
     Raises:
-        UserError: The column comes from a different package, whose code cannot be imported.
+        UserError: The column comes from a different package, and the code of this package cannot be imported.
     """
     try:
         work: ColumnWork = import_object(column.work).for_column(column)

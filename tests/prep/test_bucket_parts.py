@@ -247,7 +247,7 @@ def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_
         monkeypatch.setattr(leases, "EXPIRY_S", 2.0)
         with running(machine("b"), "1/2") as again:
             assert again.is_first and again.end()
-    assert "part 1/2 waits: process 7 on node1 has its lock" in capfd.readouterr().err
+    assert "part 1/2 waits: process 7 on node1 holds its lock" in capfd.readouterr().err
     assert key not in locks_of(bucket)
 
 

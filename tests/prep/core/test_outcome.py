@@ -25,9 +25,9 @@ RESULTS = {
     "worker lost": ShardResult(4, stopped_by=Stop(FailureCode.WORKER_LOST, "lost")),
     "disk full": ShardResult(4, stopped_by=Stop(FailureCode.DISK_FULL, "full")),
 }
-NOT_TRIED, REMOVED = "not attempted: the run ended before", "the commit was removed during the run"
+NOT_TRIED, REMOVED = "not attempted: the run ended first", "the commit was removed during the run"
 NO_COMMIT, NO_TAR = (
-    f"the worker reported success, but in data: {why}" for why in ("there is no commit for this plan", "no tar")
+    f"the worker reported success, but {why} (data)" for why in ("there is no commit for this plan", "no tar")
 )
 
 

@@ -91,7 +91,7 @@ def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Pr
     ran = prep("status", "--data", shard_set.data, status=1)
     assert "missing   shard 000000" in ran.stdout
     assert "corrupt   shard 000001" in ran.stdout
-    assert "in 1 shard, 0 s of video without 1 unreadable shard, " in ran.stdout
+    assert "in 1 shard, 0 s of video, not counting 1 unreadable shard, " in ran.stdout
     assert "2 shards are missing or damaged" in ran.stderr
     command = ran.stderr.partition("to repair, run: prep chunk ")[2].split()
     assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]
