@@ -86,16 +86,16 @@ def selected_chunks(
     if not where.labels:
         return where.mask(pa.table(columns))
 
-    begin_s, labelled = start_ms / 1000, read_labelled(data_dir, where.labels)
+    begin_s, label_rows = start_ms / 1000, read_label_rows(data_dir, where.labels)
     spans = Spans(video_row, begin_s, begin_s + np.asarray(columns["duration_s"]))
-    part, caption = match_labels(labelled, spans, video_ids=video_ids, must_cover=False)
-    return _mask_parts(where, columns, labelled, part=part, caption=caption)
+    part, caption = match_labels(label_rows, spans, video_ids=video_ids, must_cover=False)
+    return _mask_parts(where, columns, label_rows, part=part, caption=caption)
 
 
 def _mask_parts(
     where: Where,
     columns: Mapping[str, pa.Array | pa.ChunkedArray],
-    labelled: pa.Table,
+    label_rows: pa.Table,
     *,
     part: NDArray[np.int64],
     caption: NDArray[np.int64],
@@ -104,15 +104,15 @@ def _mask_parts(
 
     Args:
         columns: Fields of each part, except labels.
-        labelled: Captions with labels, converted by `label_values`.
+        label_rows: Captions with labels, converted by `label_values`.
         part: Index of the part in each pair of a part and a caption, int64 [pairs]. Every part is in at least one pair.
-        caption: Row of the caption in `labelled`, int64 [pairs]; -1 if no caption matches the part.
+        caption: Row of the caption in `label_rows`, int64 [pairs]; -1 if no caption matches the part.
     """
     parts = pa.table(dict(columns))
     pairs = parts.take(pa.array(part))
     rows = pa.array(caption, mask=caption < 0)
     for name in sorted(where.labels):
-        pairs = pairs.append_column(name, labelled[name].take(rows))
+        pairs = pairs.append_column(name, label_rows[name].take(rows))
     return np.bincount(part[where.mask(pairs)], minlength=len(parts)) > 0
 
 
@@ -142,7 +142,7 @@ def selected_captions(
     rows: NDArray[np.integer],
     video_ids: pa.Array,
     video_row: NDArray[np.integer],
-    labelled: pa.Table | None,
+    label_rows: pa.Table | None,
 ) -> NDArray[np.bool_]:
     """Return True for each caption that `where` selects, bool [rows].
 
@@ -152,22 +152,22 @@ def selected_captions(
         rows: Rows of the captions to select from.
         video_ids: Distinct IDs of videos.
         video_row: Index of each caption's video in `video_ids`, [rows].
-        labelled: Captions with the labels that `where` uses (`labelled_captions`); None if it uses no labels.
+        label_rows: Captions with the labels that `where` uses (`labelled_captions`); None if it uses no labels.
     """
     columns = _video_columns(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
     for name in where.columns.intersection(_CAPTION_FIELDS):
         has_column = name in captions.schema.names
         columns[name] = captions[name].take(pa.array(rows)) if has_column else pa.nulls(len(rows), pa.float32())
-    if labelled is None:
+    if label_rows is None:
         return where.mask(pa.table(columns))
 
     values = label_values(captions.take(pa.array(rows)), where.labels)
     is_labelled = has_labels(values, where.labels)  # a caption with labels is paired only with itself
     spans = Spans(np.where(is_labelled, -1, video_row), values["begin_s"].to_numpy(), values["end_s"].to_numpy())
-    part, caption = match_labels(labelled, spans, video_ids=video_ids, must_cover=True)
-    caption = np.where(is_labelled[part], len(labelled) + part, caption)
+    part, caption = match_labels(label_rows, spans, video_ids=video_ids, must_cover=True)
+    caption = np.where(is_labelled[part], len(label_rows) + part, caption)
     names = sorted(where.labels)
-    all_labels = pa.concat_tables([labelled.select(names), values.select(names)])
+    all_labels = pa.concat_tables([label_rows.select(names), values.select(names)])
     return _mask_parts(where, columns, all_labels, part=part, caption=caption)
 
 
@@ -177,7 +177,7 @@ def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
     Raises:
         UserError: The captions have no such label.
     """
-    return read_labelled(data_dir, where.labels) if where is not None and where.labels else None
+    return read_label_rows(data_dir, where.labels) if where is not None and where.labels else None
 
 
 def caption_columns(where: Where | None, schema: pa.Schema) -> list[str]:
@@ -276,7 +276,7 @@ class Spans(NamedTuple):
     end_s: NDArray[np.float64]
 
 
-def read_labelled(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
+def read_label_rows(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> pa.Table:
     """Read the captions that have at least one of the given labels.
 
     Args:
@@ -356,22 +356,22 @@ def has_labels(captions: pa.Table, names: Collection[str]) -> NDArray[np.bool_]:
 
 
 def match_labels(
-    labelled: pa.Table, spans: Spans, *, video_ids: pa.Array, must_cover: bool
+    label_rows: pa.Table, spans: Spans, *, video_ids: pa.Array, must_cover: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pair parts of videos with the labelled captions that overlap them.
 
     Args:
-        labelled: Captions with labels, from `read_labelled`.
+        label_rows: Captions with labels, from `read_label_rows`.
         spans: Parts of videos.
         video_ids: IDs of the videos of `spans`.
         must_cover: True to pair a part only with captions that cover all of it.
 
     Returns:
         Index of the part in each pair, int64 [pairs]. A part without a matching caption is in exactly one pair.
-        Row of the caption in `labelled`, int64 [pairs]; -1 if no caption matches the part.
+        Row of the caption in `label_rows`, int64 [pairs]; -1 if no caption matches the part.
     """
-    video_of_caption = pc.fill_null(pc.index_in(labelled["video_id"].cast(pa.string()), value_set=video_ids), -1)
-    begins_s, ends_s = (labelled[name].to_numpy() for name in _SPAN)
+    video_of_caption = pc.fill_null(pc.index_in(label_rows["video_id"].cast(pa.string()), value_set=video_ids), -1)
+    begins_s, ends_s = (label_rows[name].to_numpy() for name in _SPAN)
     caption_order, caption_of_video = _order_by_video(video_of_caption.to_numpy(), len(video_ids))
     part_order, part_of_video = _order_by_video(np.asarray(spans.video_row), len(video_ids))
     part, caption = [np.empty(0, np.int64)], [np.empty(0, np.int64)]

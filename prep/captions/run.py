@@ -28,7 +28,7 @@ from clipmill.prep.core.chunk_column import chunk_job
 from clipmill.prep.core.chunk_plan import ChunksPlan, ShardLookup
 from clipmill.prep.core.chunk_work import Workers, open_chunks
 from clipmill.prep.core.column import Addition
-from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.data_folder import lock_for_writing
 from clipmill.prep.core.plan import with_work
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.variants import make_variant
@@ -100,7 +100,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
         UserError: The model or the server failed.
     """
     num_left = request.trial
-    with writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
+    with lock_for_writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
         make_variant(plan.variant_dir, dict(plan.recipe.values))
         options = replace(_workers(plan, request).options, retry_codes=frozenset())
         job = chunk_job(COLUMN, plan, options=options)

@@ -288,7 +288,7 @@ def write_dataset(
     from clipmill.manifests.store import DamagedManifest, read_manifest, read_rejected_rows
     from clipmill.manifests.write import write_manifest
     from clipmill.prep.commands import manifest_text
-    from clipmill.prep.core.data_folder import writing
+    from clipmill.prep.core.data_folder import lock_for_writing
     from clipmill.prep.core.failure_list import first_rejected
 
     data, dataset = into.data, into.dataset
@@ -316,7 +316,7 @@ def write_dataset(
         raise UserError(
             f"cannot create the data folder {data}: {reason}", hint="use --data with a different folder"
         ) from error
-    with writing(data), Activity("writing the manifest"):
+    with lock_for_writing(data), Activity("writing the manifest"):
         written = write_manifest(
             data,
             dataset,
@@ -397,7 +397,7 @@ def add_captions(
     from clipmill.manifests.store import read_rejected_rows, read_videos
     from clipmill.manifests.write import FURTHER, write_further_captions
     from clipmill.prep.commands import manifest_text
-    from clipmill.prep.core.data_folder import require_data_folder, writing
+    from clipmill.prep.core.data_folder import lock_for_writing, require_data_folder
     from clipmill.prep.core.failure_list import entry_values, first_rejected
     from clipmill.prep.upkeep.caption_sources import chunk_finder, ends_of_videos, other_variants
     from clipmill.shards.columns import VIDEO
@@ -416,7 +416,7 @@ def add_captions(
     if not tables:
         raise UserError("there are no tables", hint="pass tables of captions, or --remove with the name of a source")
     # Hold the lock while reading the tables, because their rows refer to videos in the manifest.
-    with writing(folder), Activity("reading captions"):
+    with lock_for_writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
         content = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
@@ -454,12 +454,12 @@ def _remove_sources(folder: Path, names: Sequence[str], *, others: Mapping[str, 
     from clipmill.manifests.store import manifest_dir
     from clipmill.manifests.write import remove_further_sources
     from clipmill.prep.commands.manifest_text import chunk_command
-    from clipmill.prep.core.data_folder import writing
+    from clipmill.prep.core.data_folder import lock_for_writing
 
     for name, value in others.items():
         if value is not None:
             raise UserError(f"--remove and {name} cannot be used together", hint="run two commands, one for each")
-    with writing(folder), Activity("writing the manifest"):
+    with lock_for_writing(folder), Activity("writing the manifest"):
         removed = remove_further_sources(folder, names)
     if as_json:
         values = {"num_captions_removed": removed, "manifest": os.fspath(manifest_dir(folder))}

@@ -52,7 +52,7 @@ def require_data_folder(data_dir: Path) -> Path:
 
 
 @contextmanager
-def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
+def lock_for_writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Lock a column for writing during the block, and first remove the files that killed commands left behind.
 
     Raises:

@@ -112,9 +112,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             than `--max-failures` allows. Failures that an earlier run reported and that this run had no reason to retry
             do not count.
     """
-    from clipmill.prep.core.data_folder import require_data_folder, writing
+    from clipmill.prep.core.data_folder import lock_for_writing, require_data_folder
     from clipmill.prep.core.failure_list import FAILURES_FILE
-    from clipmill.prep.core.parts import Part, writing_part
+    from clipmill.prep.core.parts import Part, register_part
     from clipmill.prep.core.report import show, with_ending
     from clipmill.prep.core.work import Report, work_of
 
@@ -126,9 +126,9 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         data_dir = require_data_folder(request.data)
         work.require(settings)
         with (
-            writing(data_dir, column=column.name)
+            lock_for_writing(data_dir, column=column.name)
             if part is None
-            else writing_part(data_dir, part, column=column.name) as part_run
+            else register_part(data_dir, part, column=column.name) as part_run
         ):
             plan = work.plan(data_dir, settings, replace(request, part_run=part_run))
             activity.say("", work=column.activity)

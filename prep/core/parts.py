@@ -513,7 +513,7 @@ class PartRun:
 
 
 @contextmanager
-def writing_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
+def register_part(data_dir: Path, part: Part, *, column: str) -> Iterator[PartRun]:
     """Register a part for the duration of the block. The first part removes files that killed commands left behind.
 
     Raises:

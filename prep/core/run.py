@@ -138,7 +138,7 @@ class Job(Generic[W]):
 def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
     """Make the shards of a job that need work, and update the records of the variant.
 
-    The caller must hold the lock of the column (`clipmill.prep.core.data_folder.writing`).
+    The caller must hold the lock of the column (`clipmill.prep.core.data_folder.lock_for_writing`).
 
     Args:
         engine: Engine that runs the tasks.

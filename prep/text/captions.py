@@ -58,7 +58,7 @@ class CaptionReader:
     def __init__(self, data_dir: Path, *, where: Where | None = None) -> None:
         self._file: pq.ParquetFile = open_captions(data_dir)
         self._data_dir, self._where = data_dir, where
-        self._labelled = labelled_captions(where, data_dir)
+        self._label_rows = labelled_captions(where, data_dir)
         self._columns = list(dict.fromkeys([*_COLUMNS, *caption_columns(where, self._file.schema_arrow)]))
 
     def __enter__(self) -> "CaptionReader":
@@ -95,7 +95,7 @@ class CaptionReader:
                     rows=rows,
                     video_ids=video_ids,
                     video_row=video_row,
-                    labelled=self._labelled,
+                    label_rows=self._label_rows,
                 )
                 mask = np.zeros(table.num_rows, bool)
                 mask[rows[selected]] = True

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from clipmill.prep.core.chunk_column import chunk_job
-from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.data_folder import lock_for_writing
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import execute
 from clipmill.prep.core.work import work_of
@@ -47,7 +47,7 @@ def device_name(device: torch.device) -> Device:
 def make_latents(
     data_dir: Path, *, device: Device, precision: Precision, size: int = SIZE_PX, batch: int = 8, **of_vae: Any
 ) -> None:
-    with writing(data_dir, column=LATENTS):
+    with lock_for_writing(data_dir, column=LATENTS):
         settings = LatentsSettings(**{"vae": "tiny", "size": size, "fps": "2", "precision": precision, **of_vae})
         planned = work_of(COLUMN).plan(data_dir, settings, Request(data=data_dir))
         options = EncoderOptions(device=device, batch=batch, num_threads=1)
@@ -56,7 +56,7 @@ def make_latents(
 
 
 def make_text(data_dir: Path, *, device: Device, recipe: TextSettings = TextSettings(clip="tiny")) -> None:  # noqa: B008 - frozen
-    with writing(data_dir, column=TEXT):
+    with lock_for_writing(data_dir, column=TEXT):
         resolved = resolve_text(recipe) if recipe.encoder is None else resolve_t5(recipe)
         use = TextEncoderOptions(resolved, batch=32, device=device)
         summary = run_text(make_text_plan(data_dir, resolved), use, Here())

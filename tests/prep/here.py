@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clipmill.prep.core.column import ColumnSpec
-from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.data_folder import lock_for_writing
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.work import work_of
@@ -45,5 +45,5 @@ def make_here(
     """Plan and make a column of `data`, as the command of the column does."""
     work, given = work_of(column), column.settings(**settings)
     request = HereRequest(data=data, engine_here=engine or Here(), retry_codes=retry_codes)
-    with writing(data, column=column.name):
+    with lock_for_writing(data, column=column.name):
         return work.run(work.plan(data, given, request), given, request, None)

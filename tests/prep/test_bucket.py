@@ -17,7 +17,7 @@ from clipmill.manifests.storage import mirrors
 from clipmill.manifests.storage.mirrors import UrlStream
 from clipmill.manifests.storage.mounting import open_data
 from clipmill.manifests.storage.objects import open_objects
-from clipmill.prep.core.data_folder import require_data_folder, writing
+from clipmill.prep.core.data_folder import lock_for_writing, require_data_folder
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.shard_result import ShardResult, stop_result
 from clipmill.prep.engines import Check, Outcome, R, T
@@ -172,7 +172,7 @@ def test_the_table_of_chunks_is_fetched_only_where_it_is_needed(data: str, chunk
 
 
 def test_two_commands_at_once_and_the_second_is_told(data: str) -> None:
-    with writing(require_data_folder(open_data(data))):
+    with lock_for_writing(require_data_folder(open_data(data))):
         error = prep_here("chunk", *LEN, "--data", data, status=2).error
     assert f"another command is writing to {data} (process " in error and " since 20" in error
 

@@ -19,7 +19,7 @@ from clipmill.manifests.storage.leases import LeaseLost
 from clipmill.manifests.storage.objects import Objects, open_objects
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core.data_folder import column_lock, writer_of
-from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.core.parts import Part, PartRun, register_part
 from clipmill.prep.synthetic import FrameNumberVideo
 from tests.object_storage.faults import Fault, Faults
 from tests.object_storage.folders import contents_of, upload
@@ -63,7 +63,7 @@ def machine(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac
 @contextmanager
 def running(data: Path, part: str, *, makes: str = "a") -> Iterator[PartRun]:
     """Run a part that has started to make its shards."""
-    with writing_part(data, Part.parse(part), column="video") as run:
+    with register_part(data, Part.parse(part), column="video") as run:
         run.agree(makes, where=None)
         run.begin()
         yield run
@@ -138,7 +138,7 @@ def test_of_a_part_and_a_command_without_one_the_second_is_refused(machine: Mach
             pass  # locks of different columns are independent
     with column_lock(machine("a")):
         with pytest.raises(UserError, match="another command is writing"):
-            writing_part(machine("b"), Part(1, 2), column="video").__enter__()
+            register_part(machine("b"), Part(1, 2), column="video").__enter__()
         assert not any(locks_of(bucket).values())
 
 
@@ -162,7 +162,7 @@ def test_a_command_that_takes_its_lock_while_a_part_registers_is_seen(
 
         monkeypatch.setattr(PartRun, "_take_turn", take_turn_late)
         with pytest.raises(UserError, match="another command is writing"):
-            writing_part(machine("a"), Part(1, 2), column="video").__enter__()
+            register_part(machine("a"), Part(1, 2), column="video").__enter__()
     assert not any(locks_of(bucket).values())
 
 
@@ -170,7 +170,7 @@ def test_parts_agree_on_their_number_count_and_settings(machine: Machine, bucket
     with running(machine("a"), "3/8", makes="a"):
         for part, says in (("3/8", r"part 3/8 is running already \(process"), ("3/16", "part 3/8 is running")):
             with pytest.raises(UserError, match=says):
-                writing_part(machine("b"), Part.parse(part), column="video").__enter__()
+                register_part(machine("b"), Part.parse(part), column="video").__enter__()
         with (
             pytest.raises(UserError, match="part 4/8 would make b, but part 3/8"),
             running(machine("b"), "4/8", makes="b"),
@@ -185,7 +185,7 @@ def test_other_parts_wait_for_the_first_and_then_have_what_it_published(
     machine: Machine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     joined = Event()
-    with writing_part(machine("a"), Part(1, 2), column="video") as first:
+    with register_part(machine("a"), Part(1, 2), column="video") as first:
 
         def join() -> None:
             with running(machine("b"), "2/2"):
@@ -243,7 +243,7 @@ def test_a_part_that_was_killed_on_another_machine_and_is_run_again_waits_until_
         with monkeypatch.context() as patch:
             patch.setattr(leases, "server_time_s", renew_elsewhere)
             with pytest.raises(UserError, match=r"part 1/2 is running already \(process 7 on node1\)"):
-                writing_part(machine("b"), Part(1, 2), column="video").__enter__()
+                register_part(machine("b"), Part(1, 2), column="video").__enter__()
         monkeypatch.setattr(leases, "EXPIRY_S", 2.0)
         with running(machine("b"), "1/2") as again:
             assert again.is_first and again.end()

@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.errors import UserError
 from clipmill.prep.text.captions import CaptionReader
-from clipmill.shards.selection import Spans, labelled_captions, match_labels, read_labelled, selected_captions
+from clipmill.shards.selection import Spans, labelled_captions, match_labels, read_label_rows, selected_captions
 from clipmill.shards.where import parse_where
 from tests.train.tiny_data import Caption, write_captions
 
@@ -38,19 +38,19 @@ def test_labelled_captions_of_a_part_are_those_that_overlap_or_cover_it(
     rng = np.random.default_rng(seed)
     captions = random_captions(rng, count=60)
     write_captions(tmp_path, dict.fromkeys(VIDEOS, "train"), captions)
-    labelled = read_labelled(tmp_path, {"label_one": "text"})
-    assert labelled.num_rows == sum("label_one" in caption.labels for caption in captions)
+    label_rows = read_label_rows(tmp_path, {"label_one": "text"})
+    assert label_rows.num_rows == sum("label_one" in caption.labels for caption in captions)
     video_row = rng.integers(-1, 2, 40)  # -1: not one of the videos
     begin_s = rng.integers(0, 10, 40) / 2
     end_s = begin_s + rng.integers(1, 5, 40)
     part, caption = match_labels(
-        labelled, Spans(video_row, begin_s, end_s), video_ids=pa.array(VIDEOS[:2]), must_cover=covering
+        label_rows, Spans(video_row, begin_s, end_s), video_ids=pa.array(VIDEOS[:2]), must_cover=covering
     )
     pairs = []
     for number, (row, begin, end) in enumerate(zip(video_row, begin_s, end_s, strict=True)):
         matches = [
             place
-            for place, other in enumerate(labelled.to_pylist())
+            for place, other in enumerate(label_rows.to_pylist())
             if row >= 0 and other["video_id"] == VIDEOS[row]
             if (
                 other["begin_s"] <= begin and other["end_s"] >= end
@@ -91,7 +91,7 @@ def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expressi
         rows=np.arange(len(captions)),
         video_ids=pa.array(VIDEOS),
         video_row=np.array([VIDEOS.index(caption.video_id) for caption in captions]),
-        labelled=labelled_captions(where, tmp_path),
+        label_rows=labelled_captions(where, tmp_path),
     )
     expected = []
     for caption in captions:
@@ -110,7 +110,7 @@ def test_a_caption_has_its_own_labels_or_those_that_cover_it(seed: int, expressi
 def test_a_label_that_captions_lack_is_named_with_those_that_they_have(tmp_path: Path) -> None:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 1.0, "text", labels={"label_one": "x"})])
     with pytest.raises(UserError, match="have no column label_two") as error:
-        read_labelled(tmp_path, {"label_two": "text"})
+        read_label_rows(tmp_path, {"label_two": "text"})
     assert error.value.hint == "use one of the labels label_one"
 
 
@@ -166,7 +166,7 @@ def test_a_label_of_another_kind_is_named_with_a_value(tmp_path: Path) -> None:
         ("label_done", "expects label_done to be true or false, but it has the value 'yes'"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            read_labelled(tmp_path, parse_where(expression).labels)
+            read_label_rows(tmp_path, parse_where(expression).labels)
         assert "compare it with strings" in str(caught.value.hint)
     for expression, hint in (
         ("done = 'true'", "did you mean label_done? names: motion"),

@@ -374,7 +374,7 @@ class Selection:
             columns = list(dict.fromkeys(["video_id", *caption_columns(where, schema)]))
             is_selected, begin = scratch(captions.num_rows if is_table else captions.metadata.num_rows, np.bool_), 0
             is_selected[:] = False
-            labelled = labelled_captions(where, self._data_dir)
+            label_rows = labelled_captions(where, self._data_dir)
             for block in caption_blocks(captions, columns, num_rows=_BLOCK):
                 video_row = rows_of(block["video_id"], self._video_ids)
                 rows = np.flatnonzero(video_row >= 0)
@@ -385,7 +385,7 @@ class Selection:
                     rows=rows,
                     video_ids=self._video_ids,
                     video_row=video_row[rows],
-                    labelled=labelled,
+                    label_rows=label_rows,
                 )
                 self.num_captions += len(rows)
                 begin += len(block)

@@ -26,7 +26,7 @@ from clipmill.shards.pages.figures import Histogram, histogram, middle_items
 from clipmill.shards.reader import Variant
 from clipmill.shards.score_fields import SCORES
 from clipmill.shards.scores import open_scores
-from clipmill.shards.selection import Spans, find_chunks, match_labels, read_labelled, selected_chunks, stored_rows
+from clipmill.shards.selection import Spans, find_chunks, match_labels, read_label_rows, selected_chunks, stored_rows
 from clipmill.shards.where import parse_where
 
 _COLUMNS = ("start_ms", "num_frames", "fps_num", "fps_den", "size", "shard", "row")
@@ -290,15 +290,15 @@ def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dic
     Raises:
         UserError: The manifest is missing or damaged.
     """
-    labelled_captions = read_labelled(data_dir)
+    label_rows = read_label_rows(data_dir)
     begin_s = chunks.start_ms[numbers] / 1000
     spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
-    part, caption = match_labels(labelled_captions, spans, video_ids=chunks.video_ids, must_cover=False)
-    names = [name for name in labelled_captions.column_names if name.startswith(LABEL_PREFIX)]
+    part, caption = match_labels(label_rows, spans, video_ids=chunks.video_ids, must_cover=False)
+    names = [name for name in label_rows.column_names if name.startswith(LABEL_PREFIX)]
     labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
     for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
-            if (value := labelled_captions[name][row].as_py()) is not None:
+            if (value := label_rows[name][row].as_py()) is not None:
                 labels_by_chunk.setdefault(number, {})[name.removeprefix(LABEL_PREFIX), value] = None
     return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from clipmill.prep.core.data_folder import column_lock
-from clipmill.prep.core.parts import Part, writing_part
+from clipmill.prep.core.parts import Part, register_part
 from clipmill.prep.engines import Check, Outcome, R, T
 from clipmill.shards.commits import commit_path
 from clipmill.shards.reader import CommittedShard
@@ -164,7 +164,7 @@ def test_two_commands_at_once_are_refused_and_another_column_waits_for_nobody(fo
             assert "another command is writing" in error and f"process {os.getpid()}" in error
         other = folder.of("scores" if case.name != "scores" else "latents")
         assert other.make()["num_shards_made"] == 0
-    with writing_part(folder.data, Part(1, 2), column=case.name):
+    with register_part(folder.data, Part(1, 2), column=case.name):
         assert "another command is writing" in folder.prep(case.command, *case.flags, *engine, status=2).error
 
 

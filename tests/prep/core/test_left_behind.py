@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.publish import temporary_path
-from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.data_folder import lock_for_writing
 from clipmill.shards.columns import COLUMNS
 from tests.conftest import ROOT
 from tests.prep.running import Ran, chunk
@@ -169,7 +169,7 @@ def test_a_command_leaves_alone_what_others_may_be_writing(shard_set: ShardSet) 
         strays = [leave_file(data, "notes.txt"), data / ".tmp-mine", data / "video" / ".tmp-mine"]
         for stray in strays:
             stray.write_text("mine")
-        with writing(data, column=column):
+        with lock_for_writing(data, column=column):
             pass
         gone = {name for name, paths in made.items() if not any(path.exists() for path in paths)}
         kept = {name for name, paths in made.items() if all(path.exists() for path in paths)}

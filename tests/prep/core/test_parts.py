@@ -19,8 +19,8 @@ import pytest
 from clipmill.manifests import locks
 from clipmill.manifests.errors import UserError
 from clipmill.prep.core import parts
-from clipmill.prep.core.data_folder import column_lock, writing
-from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.core.data_folder import column_lock, lock_for_writing
+from clipmill.prep.core.parts import Part, PartRun, register_part
 from clipmill.prep.engines.admission import source_sha256
 from clipmill.prep.synthetic import FrameNumberVideo
 from clipmill.shards.dataset import current_variant
@@ -98,7 +98,7 @@ def lock_of(data: Path, part: str, column: str = "video") -> Path:
 @contextmanager
 def running(data: Path, part: str, *, column: str = "video", makes: str = "a") -> Iterator[PartRun]:
     """Run a part that has started to make its shards."""
-    with writing_part(data, Part.parse(part), column=column) as run:
+    with register_part(data, Part.parse(part), column=column) as run:
         run.agree(makes, where=None)
         run.begin()
         yield run
@@ -175,7 +175,7 @@ def test_other_parts_wait_for_the_first_and_probe_nothing_again(
     (data / "probes.parquet").unlink()
     (data / "layout" / "500ms-keep.parquet").unlink()
     joined = Event()
-    with writing_part(data, Part(1, 2), column="video") as first:
+    with register_part(data, Part(1, 2), column="video") as first:
 
         def join() -> None:
             with running(data, "2/2"):
@@ -203,7 +203,7 @@ def test_parts_of_another_count_are_refused_while_others_run_and_harmless_afterw
         with pytest.raises(
             UserError, match=r"--part 3/16 divides the run into 16 parts, but part 3/8 is running \(process"
         ):
-            writing_part(data, Part(3, 16), column="video").__enter__()
+            register_part(data, Part(3, 16), column="video").__enter__()
         with running(data, "4/8"):
             pass
     with running(data, "3/16") as run:
@@ -213,7 +213,7 @@ def test_parts_of_another_count_are_refused_while_others_run_and_harmless_afterw
 
 def test_a_part_that_runs_already_is_refused(data: Path) -> None:
     with running(data, "2/3"), pytest.raises(UserError, match=r"part 2/3 is running already \(process"):
-        writing_part(data, Part(2, 3), column="video").__enter__()
+        register_part(data, Part(2, 3), column="video").__enter__()
 
 
 def test_parts_exclude_commands_without_part_other_settings_and_other_code(
@@ -233,8 +233,8 @@ def test_parts_exclude_commands_without_part_other_settings_and_other_code(
         ):
             pass
         assert run.end(), "the refused part counts as running"
-    with writing(data), pytest.raises(UserError, match="another command is writing"):
-        writing_part(data, Part(1, 2), column="video").__enter__()
+    with lock_for_writing(data), pytest.raises(UserError, match="another command is writing"):
+        register_part(data, Part(1, 2), column="video").__enter__()
     refused = prep_here("text", "--clip", "tiny", "--address", "auto", "--part", "1/2", "--data", data, status=2)
     assert "--part 1/2 cannot be used with --address auto" in refused.error
     with running(data, "1/2", column="latents"), column_lock(data):
@@ -270,7 +270,7 @@ def test_locks_that_do_not_reach_other_nodes_are_noticed(data: Path, monkeypatch
     try:
         for part in ("1/3", "2/3"):
             with pytest.raises(UserError, match="do not reach other nodes: process 7 on another-node"):
-                writing_part(data, Part.parse(part), column="video").__enter__()
+                register_part(data, Part.parse(part), column="video").__enter__()
     finally:
         stopped.set()
         alive.join()
@@ -316,9 +316,9 @@ def test_a_file_system_without_locks_is_named(data: Path, monkeypatch: pytest.Mo
 def test_locks_obey_the_umask_so_that_a_group_shares_a_data_folder(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        with writing(tmp_path):
+        with lock_for_writing(tmp_path):
             pass
-        with writing_part(tmp_path, Part(1, 2), column="scores"):
+        with register_part(tmp_path, Part(1, 2), column="scores"):
             modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     finally:
         os.umask(before)

@@ -9,7 +9,7 @@ import torch
 
 from clipmill.prep.core.chunk_column import chunk_job, resolve
 from clipmill.prep.core.chunk_plan import ChunksPlan
-from clipmill.prep.core.data_folder import writing
+from clipmill.prep.core.data_folder import lock_for_writing
 from clipmill.prep.core.recipe import Recipe
 from clipmill.prep.core.request import Request
 from clipmill.prep.core.run import Summary, execute
@@ -35,7 +35,7 @@ def autoencoder_kl() -> Any:
 
 def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
     """Make the latents of `data`, by default with the tiny VAE at 64 pixels."""
-    with writing(data, column=LATENTS):
+    with lock_for_writing(data, column=LATENTS):
         options = EncoderOptions(device="cpu", batch=batch, num_threads=num_threads)
         return execute(chunk_job(COLUMN, plan(data, **settings), options=options), Here())
 

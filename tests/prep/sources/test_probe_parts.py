@@ -21,7 +21,7 @@ from clipmill.manifests.storage import mirrors
 from clipmill.manifests.storage.working_copy import WorkingCopy
 from clipmill.prep.core import parts
 from clipmill.prep.core.data_folder import PROBES_FILE
-from clipmill.prep.core.parts import Part, writing_part
+from clipmill.prep.core.parts import Part, register_part
 from clipmill.prep.core.tables import write_table_file
 from clipmill.prep.sources import probe_parts, probe_processes
 from clipmill.prep.sources.probe_parts import num_shares, probe_in_parts
@@ -68,7 +68,7 @@ def paths(leasable: Path, write_video: Callable[..., Path]) -> pa.ChunkedArray:
 
 def probe_as(part: str, data: Path, paths: pa.ChunkedArray) -> pa.Table:
     """Probe the sources as a part does, and start to make shards."""
-    with writing_part(data, Part.parse(part), column="video") as run:
+    with register_part(data, Part.parse(part), column="video") as run:
         table = probe_sources(data, paths, num_workers=1, divide=partial(probe_in_parts, part_run=run))
         run.agree("a", where=None)
         run.begin()

@@ -7,7 +7,7 @@ import open_clip
 import pytest
 from safetensors.torch import load_file, save_file
 
-from clipmill.prep.core.parts import Part, PartRun, writing_part
+from clipmill.prep.core.parts import Part, PartRun, register_part
 from clipmill.prep.core.run import Summary
 from clipmill.prep.text.bank import TextEncoderOptions
 from clipmill.prep.text.recipe import TEXT
@@ -20,7 +20,7 @@ from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, encode, plan_of, wr
 
 def encode_part(data: Path, part: str, clip: str = "tiny", *, engine: Encoding) -> tuple[Summary, PartRun]:
     """Run `prep text --part` on the CPU."""
-    with writing_part(data, Part.parse(part), column=TEXT) as run:
+    with register_part(data, Part.parse(part), column=TEXT) as run:
         plan = plan_of(data, clip)
         use = TextEncoderOptions(plan.recipe, batch=8, device="cpu")
         return run_text(plan, use, engine, part_run=run), run
