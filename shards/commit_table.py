@@ -221,7 +221,7 @@ def confirm_folders(
 ) -> None:
     """Set the table's date on folders of commits, so that the table replaces their records.
 
-    The folders may be empty, as in the local copy of a remote variant, which has the table but no records.
+    The folders may be empty, as in the local copy of a remote variant, which contains the table but no records.
 
     Args:
         sha256: SHA-256 of the table (hex). The table and contents.json must already be published.
@@ -232,7 +232,7 @@ def confirm_folders(
     date_ns = table_date_ns(sha256)
     for name, modified_ns in folders.items():
         folder = variant_dir / COMMITS_FOLDER / name
-        # Without permission to set the date, readers use the records.
+        # If the date cannot be set, readers use the records.
         with suppress(OSError):
             if name not in except_for and modified_ns != date_ns and folder.stat().st_mtime_ns == modified_ns:
                 os.utime(folder, ns=(date_ns, date_ns))
@@ -278,7 +278,7 @@ class CommitRecords:
         return len(self.commits) == self.table.rows.num_rows
 
     def shard_seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by shard ID. Shards whose duration is unknown are omitted."""
+        """Return the duration of each shard's video in seconds, by shard ID. Unknown durations are omitted."""
         if self.table is None:
             return {}
         rows = self.table.rows.filter(pc.is_valid(self.table.rows["seconds"]))
@@ -295,7 +295,7 @@ class CommitRecords:
         """Return these commits as a table with schema SCHEMA and one chunk per column.
 
         Args:
-            shard_seconds: Seconds of video in each shard by shard ID, if known.
+            shard_seconds: Duration of each shard's video in seconds, by shard ID, if known.
         """
         files = [commit.files for commit in self.commits.values()]
         columns: dict[str, list[Any]] = {
@@ -449,7 +449,7 @@ class TableCommits(Mapping[int, Commit]):
         return dict(zip(rows["shard_id"].to_pylist(), rows["index_sha256"].to_pylist(), strict=True))
 
     def shard_seconds(self) -> dict[int, float]:
-        """Return the seconds of video in each shard by shard ID. Shards whose duration is unknown are omitted."""
+        """Return the duration of each shard's video in seconds, by shard ID. Unknown durations are omitted."""
         rows = self.rows.filter(pc.is_valid(self.rows["seconds"]))
         return dict(zip(rows["shard_id"].to_pylist(), rows["seconds"].to_pylist(), strict=True))
 

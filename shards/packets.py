@@ -46,7 +46,7 @@ class PacketTable:
 
     @property
     def has_closed_gops(self) -> bool:
-        """True if all GOPs are closed: no frame is decoded after a keyframe but displayed before it."""
+        """True if all GOPs are closed: no frame that follows a keyframe in decode order is displayed before it."""
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
@@ -149,7 +149,7 @@ class SourceFrames:
     timeline: str
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame displayed at numerator / denominator microseconds; before the first frame, return 0."""
+        """Return the index of the frame displayed at numerator / denominator microseconds; 0 before the first frame."""
         return max(0, bisect_right(self.times, numerator * self.rate // (denominator * _US_PER_S)) - 1)
 
     def begin_us(self, frame: int) -> Fraction:

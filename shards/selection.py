@@ -78,7 +78,7 @@ def selected_chunks(
         if len(missing_rows):
             raise UserError(
                 f"--where uses {column}, which {count_noun(len(missing_rows), 'chunk')} of {len(rows):,} lack",
-                hint=f"run prep status --data {shlex.quote(str(data_dir))} for the command that adds them; "
+                hint=f"run prep status --data {shlex.quote(str(data_dir))} for the command that adds these values; "
                 f"or leave {column} out of --where",
                 flags=("--where",),
             )

@@ -232,7 +232,7 @@ def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Proble
                     break
                 tar.members.clear()  # type: ignore[attr-defined] # tarfile keeps an object for each entry
                 if expected is None or (info.name, info.offset_data, info.size) != expected or not info.isreg():
-                    reason = f"it is {info.name!r} with {info.size} bytes, which the index does not list here"
+                    reason = f"found {info.name!r} with {info.size} bytes, which the index does not list here"
                     break
                 num_correct += 1
             else:

@@ -416,7 +416,7 @@ class Where:
 
     @property
     def stored_in(self) -> dict[str, set[str]]:
-        """Fields that the expression needs from other columns of the data folder than `video`, by column."""
+        """Fields that the expression needs from columns of the data folder except `video`, by column."""
         fields: dict[str, set[str]] = {}
         for field in _fields_of(sorted(self.names)).values():
             if field.stored_in:

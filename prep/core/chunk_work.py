@@ -1,4 +1,4 @@
-"""`ChunkWork`, which defines how a column makes one sample per chunk, and the worker code that makes its shards.
+"""`ChunkWork`, which defines how a column makes one sample per chunk, and the code that makes a shard in a worker.
 
 The `ColumnWork` of such a column is derived from its `ColumnSpec` and `ChunkWork` (`prep/core/chunk_column.py`).
 Workers and packages that provide a column import this module, so it does not load the planner or the driver.
@@ -70,7 +70,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """Functions and values with which a column makes and describes one sample per chunk.
+    """Functions and values that a column uses to make and describe one sample per chunk.
 
     Attributes:
         fields: Index fields, in order (`clipmill.shards.format.chunk_fields`).

@@ -1,12 +1,12 @@
 """`ColumnSpec`: the declaration of a column that the command line loads.
 
 `clipmill.prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column
-receives the spec, and calls the functions of the column's `ColumnWork`, which is loaded on demand. No code outside the
-folder of a column refers to the column by name.
+receives the spec, and calls the functions of the column's `ColumnWork`, which is loaded on demand. Such code should not
+refer to a column by name.
 
 A column with one sample per chunk declares its settings in a `ColumnSpec`, and how to make a sample in a `ChunkWork`
 (`prep/core/chunk_work.py`). Its commands, recipe, plan, runs, reports and retries are derived from these two.
-docs/plugins.md has a complete example.
+docs/plugins.md contains a complete example.
 """
 
 import json

@@ -10,9 +10,9 @@ part; and the turn, which one part at a time holds for a short time. A part
    command without `--part`, the same part, or a part of a run with a different number of parts is running.
 2. keeps the turn, if no other part is running, until everything that the parts share is published: probes, shots,
    layout and the folder of the variant. The other parts wait, and then read these files. Before that, the parts of
-   `video` probe the sources together: a part claims a share of the sources during a turn, by a note in its lock file,
-   and probes it without the turn (`claim_share`). The first part that finds no unclaimed share keeps the turn, and
-   publishes the results.
+   `video` probe the sources together: during a turn, a part claims a share of the sources by a note in its lock file,
+   and it probes this share without the turn (`claim_share`). The first part that finds no unfinished share keeps the
+   turn, and publishes the results.
 3. makes its shards.
 4. waits for the turn again. If no other part is running, it finishes the run for all parts: lists, contents.json,
    failures and current variant. Otherwise it ends, and the last part finishes the run.
@@ -482,7 +482,7 @@ class PartRun:
             others = f"{count_noun(self.num_running, 'other part')} {verb} running"
             return f"part     {self.part} has ended; {others}, and the last one finishes the run"
         if not self.not_made:
-            return f"part     {self.part} has ended as the last one; everything is made"
+            return f"part     {self.part} has ended as the last one; everything has been made"
         counts = [
             f"{count_noun(number, self.unit)} of part {part}" for part, number in sorted(self.not_made.items())[:5]
         ]

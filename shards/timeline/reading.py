@@ -83,7 +83,8 @@ def times_in_display_order(
 def restart_times(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return times that decrease only where timestamps restart, for containers without decoding times.
 
-    A keyframe is displayed after all frames that precede it in the file. If its time is earlier, timestamps restart.
+    A keyframe is displayed after all frames that precede it in the file. If its time is before theirs, timestamps
+    restart.
     """
     latest_times = np.maximum.accumulate(times)
     restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest_times[:-1])) + 1
@@ -220,7 +221,7 @@ def count_avi_frames(file: "IO[bytes]", track: int) -> int:
 def is_truncated_avi(file: "IO[bytes]") -> bool:
     """Return True if a top-level list of an AVI extends beyond the end of the file.
 
-    Files above 1 GB have several top-level lists.
+    An AVI of more than 1 GB has several top-level lists.
     """
     position, size_bytes = 0, file.seek(0, io.SEEK_END)
     while position < size_bytes:
@@ -249,7 +250,7 @@ _HEADER_TOLERANCE_S = Fraction(1)  # containers round and pad the durations in t
 # Maximum plausible duration: a day, or 600 seconds per frame if that is more. Damaged timestamps may span centuries.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
 _FLV_HEADER = b"FLV\1"
-_MAX_SHAPES = 200  # maximum number of shapes to record per stream; in a damaged stream, every keyframe may have one
+_MAX_SHAPES = 200  # maximum number of shapes to record per stream; damage may change the shape at every keyframe
 
 
 def has_index(container: "InputContainer", stream: "VideoStream") -> bool:
