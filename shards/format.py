@@ -77,7 +77,7 @@ sample, and is listed as a failure in the commit. The only member is `latents.np
 bfloat16 as uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's
 frame at i / fps seconds. recipe.json contains the scaling factor.
 
-Column `text`: one sample per video, whose key is the video_id. The members are `text.npy`, float16 [R, D], one row of
+Column `text`: one sample per video; the key is the video_id. The members are `text.npy`, float16 [R, D], one row of
 unit norm per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 
 Column `scores`: keys, order, shard IDs, splits and failures are as in `latents`. The only member is `scores.json`, with
@@ -182,7 +182,7 @@ TEXT_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("num_rows", pa.int32(), nullable=False),  # R, the number of distinct texts
     pa.field("width", pa.int32(), nullable=False),  # D, the length of a vector
-    # For token sequences: number of tokens in each of the R texts, whose vectors are concatenated: [sum of tokens, D].
+    # For token sequences: number of tokens in each of the R texts. Their vectors are concatenated: [sum of tokens, D].
     pa.field("row_tokens", pa.list_(pa.int32()), nullable=False),
     pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
     # The captions of the video by ascending ID, and the row of each caption's text.

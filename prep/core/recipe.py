@@ -1,4 +1,4 @@
-"""Recipe of a column: everything except the input that determines the stored bytes, mainly the settings.
+"""Recipe of a column: everything that determines the stored bytes, except the input; mainly the settings.
 
 The settings are a frozen dataclass whose fields are flags of the command. A recipe is stored as `recipe.json`. Its
 fingerprint is part of the variant's name, so different settings create a different variant.
@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything except the input that determines the stored bytes of a column.
+    """Everything that determines the stored bytes of a column, except the input.
 
     Attributes:
         settings: Settings of the command; for `video`, with all defaults resolved.
