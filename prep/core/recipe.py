@@ -120,7 +120,7 @@ def require_schema(stored: Mapping[str, Any], *, column: str, schema: int) -> No
 
 
 def setting_flags(settings: Any) -> list[str]:
-    """Return the flags for settings: first those without a default, then those that differ from their default."""
+    """Return the flags for settings: first settings without a default, then settings that differ from the default."""
     values = asdict(settings)
     field_defaults = {field.name: field.default for field in fields(settings)}
     required_values = {name: values.pop(name) for name, default in field_defaults.items() if default is MISSING}
