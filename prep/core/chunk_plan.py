@@ -272,7 +272,7 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may contain samples for a shard: its commit, and commits that may have lost chunks."""
+        """Return the commits that may contain samples for a shard: its own commit, and commits that lost chunks."""
         committed_ids = [shard_id] if shard_id in self.commits else []
         source_ids = self.find_shards(shard_id, self._lost_samples_lookup)
         return tuple(self.commits[other] for other in dict.fromkeys([*committed_ids, *source_ids]))

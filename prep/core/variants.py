@@ -137,7 +137,7 @@ _RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
-    """Return the failures because of which a variant lacks samples of a former variant, if a retry may repair them.
+    """Return the failures that made a variant lack samples of a former variant, if a retry may repair the failures.
 
     Args:
         variant: Name of the new variant.
