@@ -30,7 +30,7 @@ EXIT_STOPPED = 143
 # Maximum length of a library's message, and the length of its start that is kept when the middle is removed.
 _MAX_CHARS, _NUM_FIRST_CHARS = 200, 60
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
-# Errors of a disk that is full or read-only, or that limits sizes. They are neither invalid requests nor bugs.
+# Errors from a disk that is full or read-only, or from a size limit. They are neither invalid requests nor bugs.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 NOT_A_FILE = "this path is a folder, not a file; remove it or move it away"
 

@@ -1,4 +1,4 @@
-"""Find parts of clipmill, such as losses or columns, by name: built-in parts and parts of other installed packages.
+"""Find parts of clipmill, such as losses or columns, by name: built-in parts and parts from other packages.
 
 A package adds a part with an entry point in its `pyproject.toml`. The entry point has the name of the part
 (docs/plugins.md):
@@ -7,7 +7,8 @@ A package adds a part with an entry point in its `pyproject.toml`. The entry poi
     decoupled = "clipmill_example.decoupled:DECOUPLED"
 
 The names of all parts are known before any package is imported. A part is imported when it is looked up. If a part is
-unusable, only the work that needs it fails: lists of parts omit it, and one warning is written to standard error.
+unusable, only the work that needs this part fails. Lists of parts omit it, and one warning is written to standard
+error.
 """
 
 import re
@@ -38,7 +39,7 @@ class Parts(Mapping[str, Part], Generic[Part]):
         builtin: Parts of clipmill, or their import paths in the form `package.module:NAME`.
         reserved_names: Further names that other packages must not use for parts, such as the names of other commands.
         pattern: Pattern that names must match. By default, words of lower-case letters and digits, joined by `-`.
-        fault: Function that checks a part of another package. It returns a description of the problem, or "".
+        fault: Function that checks a part from another package, and returns a description of the problem, or "".
     """
 
     def __init__(
@@ -180,5 +181,5 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that imports the function `package.module:NAME` when it is first needed, and calls it."""
+    """Return a function that calls the function `package.module:NAME`, which is imported only for the first call."""
     return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

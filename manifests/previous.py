@@ -361,7 +361,7 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
     data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
     starts = (offsets[:-1] - offsets[0])[nonempty]
     position = np.arange(len(data)) - np.repeat(starts, lengths[nonempty])
-    # The added 1 makes zero bytes count, so that strings that differ only in trailing zero bytes have different hashes.
+    # The added 1 makes zero bytes count: strings that differ only in trailing zero bytes have different hashes.
     symbols = data.astype(np.uint64) + np.uint64(1)
     for lane in range(_NUM_LANES):
         weights = np.random.PCG64(lane).random_raw(int(lengths.max()))

@@ -104,7 +104,7 @@ def tag_errors(path: Path) -> Iterator[None]:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a small file. It must be a regular file, because reading from a pipe could block forever.
+    """Read a small regular file. Other files are rejected, because reading from a pipe could block forever.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file.
@@ -156,7 +156,7 @@ def remove_temporaries(folder: Path, *, matches: Callable[[str], bool] = lambda 
     """Remove temporary files from `folder`. The caller must hold the lock that the writers of these files use.
 
     Args:
-        matches: Function that takes the final name of a file. Only files for which it returns True are removed.
+        matches: Function that takes the final name of a file, and returns True to remove its temporary files.
 
     Raises:
         OSError: A file cannot be removed.
@@ -169,7 +169,7 @@ def temporaries_in(folder: Path, *, matches: Callable[[str], bool] = lambda targ
     """Return the sorted paths of the temporary files in `folder`; [] if the folder does not exist.
 
     Args:
-        matches: Function that takes the final name of a file. Only files for which it returns True are returned.
+        matches: Function that takes the final name of a file, and returns True to select its temporary files.
     """
     try:
         with os.scandir(folder) as entries:

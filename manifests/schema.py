@@ -29,7 +29,7 @@ VIDEOS = pa.schema(
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),
-        # SHA-256 of the video's captions; a plan compares it to detect changed captions without reading them.
+        # SHA-256 of the video's captions; plans compare this digest to detect changed captions without reading them.
         pa.field("captions_sha256", pa.string(), nullable=False),
     ]
 )

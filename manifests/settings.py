@@ -70,7 +70,7 @@ PROBABILITY = Range(0, 1)
 
 @dataclass(frozen=True)
 class GoesWith:
-    """Annotation of a setting that has an effect only if another setting of the same group has certain values.
+    """Annotation of a setting that takes effect only for certain values of another setting in the same group.
 
     Attributes:
         name: Field of the other setting.
@@ -89,7 +89,7 @@ class GoesWith:
 
 
 class Needs(GoesWith):
-    """Annotation of a setting that must keep its default unless another setting of the group has certain values."""
+    """Annotation of a setting that must keep its default, except for certain values of another setting in the group."""
 
 
 class Checked:

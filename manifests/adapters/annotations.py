@@ -121,9 +121,8 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
         for other_separator, name in _OTHER_SEPARATORS.items():
             if separator == "," and len(header) == 1 and other_separator in header[0]:
                 hint = f"the columns of the file are separated by {name}: save the file with commas"
-        raise UserError(
-            f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})", hint=hint
-        )
+        content = f"its columns: {', '.join(header)}" if header else "the file is empty"
+        raise UserError(f"{path} has no column {', '.join(missing)} ({content})", hint=hint)
     require_unique_names([name for name in header if name], path=path)
     for number, cells in enumerate(rows):
         if len(cells) != len(header):

@@ -338,8 +338,9 @@ def _parquet_rows(path: Path, *, required: Sequence[str], note: Callable[[str], 
     header = _schema(path).names
     columns = take_columns(header, path=path, note=note)
     if missing := missing_columns(columns.values(), required):
+        columns_text = f"its columns: {', '.join(header)}" if header else "it has no columns"
         raise UserError(
-            f"{path} has no column for {' and '.join(missing)} (its columns: {', '.join(header) or 'none'})",
+            f"{path} has no column for {' and '.join(missing)} ({columns_text})",
             hint="name the columns video and text; docs/datasets.md lists the other names that are recognized",
         )
     number = 0

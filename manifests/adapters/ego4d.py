@@ -73,7 +73,7 @@ def read_ego4d(
     """Read narrations of Ego4D.
 
     Args:
-        annotations: Narration files, `ego4d.json` with the splits, files of EgoVLP, and text files with videos to omit.
+        annotations: Narration files, `ego4d.json` with the splits, EgoVLP's files, and text files with videos to omit.
 
     Raises:
         UserError: No videos are found, or an annotation file cannot be read.
@@ -208,7 +208,7 @@ def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _field(row: Any, *names: str) -> Any:
-    """Return the value of the first of the named fields that a narration has, or None if it has none of them."""
+    """Return the value of the first of the named fields that a narration contains; return None if there is none."""
     return next((row[name] for name in names if name in row), None) if isinstance(row, dict) else None
 
 

@@ -63,7 +63,7 @@ def read_folder(
     """Read a folder of videos.
 
     Args:
-        directory: Path or URL of a folder, or None if the table has URLs.
+        directory: Path or URL of a folder, or None if the table contains URLs.
         captions: Path of a table of captions.
         subtitles: Read the subtitles and the output of speech recognition next to the videos.
         dataset: Name of the dataset in the manifest.
@@ -89,7 +89,7 @@ def read_folder(
         names = dict.fromkeys(row.video.strip() for row in rows if row.video and row.video.strip())
         scan = builder.use_scan(find_listed_videos(names, base=base))
     elif directory is None:
-        raise UserError("VIDEOS is required", hint="pass a folder, or --captions with a table that has URLs of videos")
+        raise UserError("VIDEOS is required", hint="pass a folder, or --captions with a table of video URLs")
     else:
         scan = builder.scan(directory, skip=skip, companions=SUFFIXES)
     files = scan.files

@@ -330,7 +330,7 @@ def _metadata_rows(info: _Dataset) -> Iterator[tuple[dict[str, Any], str | None]
     if info.is_v3:
         files = sorted(info.annotations.glob("*/*.parquet"))
         if not files:
-            raise UserError(f"{info.annotations} has no Parquet files", hint=_COPY_AGAIN)
+            raise UserError(f"{info.annotations} contains no Parquet files", hint=_COPY_AGAIN)
         for path in files:
             names = _parquet_columns(path)
             required = [name for camera in info.views for name in _span_columns(camera)]

@@ -496,7 +496,7 @@ class AnnotatedVideos:
             file, row: Annotation file, and index of the row, for rejected rows.
             num_captions: Number of captions in the row.
             file_names: File names to look up, in order of preference. By default, the ID is the file name.
-            is_span: True if the row concerns only a span of the video. Such a row may have a different split than the
+            is_span: True if the row covers only a span of the video. Its split may differ from the split of the
                 video.
 
         Returns:

@@ -306,7 +306,7 @@ _ORDER = (_ASR_SUFFIX, ".srt", ".vtt")
 _NAME_WORD = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*|default|forced")
 _MAX_NAME_WORDS = 2
 _MAX_LISTED = 3
-_HEAD_BYTES = 1 << 20  # size of the examined start of a file; it is large, because Whisper writes the full text first
+_HEAD_BYTES = 1 << 20  # number of bytes to examine; large, because Whisper writes the full text before the segments
 
 
 def note_companion_files(builder: ReadingBuilder, files: Sequence[VideoFile], *, video_paths: Collection[str]) -> None:

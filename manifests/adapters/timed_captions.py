@@ -247,9 +247,9 @@ class _Narrations:
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
         """Return True if a row must be added to the manifest.
 
-        If a row repeats a narration, it is counted. If it has the narration_id of a different narration, it is
-        rejected. If the same narration has different splits in two annotation files, the second row counts as new, and
-        the split of the video decides which of the two rows is rejected.
+        A row that repeats a narration is counted. A row with the narration_id of a different narration is rejected. If
+        the same narration has different splits in two annotation files, the second row counts as new, and the split of
+        the video decides which of the two rows is rejected.
         """
         narration_id = row.values.get("narration_id")
         if not narration_id:

@@ -306,7 +306,7 @@ class NearestName:
 
 
 def compose_unicode(name: str) -> str:
-    """Convert a name to Unicode's composed form (NFC), in which names are compared."""
+    """Convert a name to Unicode's composed form (NFC), which is used to compare names."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 

@@ -257,7 +257,7 @@ class Lease:
 
 
 def server_time_s(objects: Objects) -> float:
-    """Return the current time of the server in seconds since the epoch, which is the time of a new object."""
+    """Return the server's current time in seconds since the epoch, which is the time of a newly written object."""
     while True:
         key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, others remove it
         objects.write(key, b"")
@@ -308,7 +308,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return the time since the machine was started, in seconds. Time in suspension counts."""
+    """Return the time since the machine was started, in seconds. Time spent in suspension counts."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -359,7 +359,7 @@ class HeldLeases:
 
 
 class Fence:
-    """Guard of a worker, which checks that the worker's command still holds a lease and renews it. Thread-safe."""
+    """Guard in a worker that checks whether the worker's command still holds and renews a lease. Thread-safe."""
 
     def __init__(self, objects: Objects, key: str, token: str) -> None:
         self._objects, self._key, self._token = objects, key, token
@@ -402,7 +402,7 @@ def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
 def held_leases(objects: Objects, keys: re.Pattern[str], *, ignored_key: str = "") -> dict[str, dict[str, Any]]:
     """Return the records of held leases by key, and release the leases of dead processes.
 
-    After this call, a process that is presumed dead cannot publish any more.
+    After this call, a process that is presumed dead can no longer publish anything.
 
     Args:
         objects: Objects under the URL that directly contains the leases.

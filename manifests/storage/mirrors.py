@@ -85,7 +85,7 @@ class Mirror(Protocol):
 
         Args:
             name: Key of the lock.
-            conflicting_locks: Pattern of the names of other locks that no other command may hold.
+            conflicting_locks: Pattern for the names of other locks, which no other command may hold.
             on_wait: Function that is called once with the name of the holder. If it is set, and the holder no longer
                 renews the lock, wait until the lock expires.
 

@@ -177,7 +177,7 @@ def info_of(meta: Any) -> ObjectInfo:
 
 
 def quoted_etag(etag: str | None) -> str:
-    """Return an etag with quotes, which are missing in listings of Azure."""
+    """Return an etag with quotes, which are missing in listings from Azure."""
     return f'"{etag}"' if etag and not etag.endswith('"') else etag or ""
 
 
@@ -537,7 +537,7 @@ class Objects:
         try:
             return self.write(key, content, only_new=seen is None, replaces=replaces, guard=guard)
         except Conflict as conflict:
-            guard()  # if another process has taken over a lock, this raises an error with the name of the process
+            guard()  # if another process has taken over a lock, the guard raises an error that names the process
             with suppress(FileNotFoundError):
                 stored, info = self.read_version(key)
                 if seen is not None and stored == old.read_bytes():

@@ -195,7 +195,7 @@ def raise_inaccessible() -> Iterator[None]:
 
 @contextmanager
 def storage_errors(url: str, object_url: str, *, num_bytes: int = 0) -> Iterator[None]:
-    """Context manager around calls of obstore that converts their errors.
+    """Context manager around calls to obstore that converts their errors.
 
     Args:
         url: URL of the folder that contains the object.
@@ -228,7 +228,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def _raise_storage_error(error: Exception, *, url: str, object_url: str) -> NoReturn:
-    """Convert an error of obstore to an error with a clear message and a hint, and raise it."""
+    """Convert an error from obstore to an error with a clear message and a hint, and raise it."""
     from obstore.exceptions import AlreadyExistsError, InvalidPathError, PreconditionError, UnauthenticatedError
 
     code, reason, cloud = _code(error), _reason(error), cloud_of(url)

@@ -14,11 +14,11 @@ placeholder. If a command was killed while it was writing a file, the nanosecond
 fetches the file again. If the content of a file is only in the bucket, the file is fetched when it is opened. Local
 copies of tars and of parts of checkpoints are not kept after use.
 
-Writing: an object is written before its local file appears. Objects are written in the order in which files are
-published (tar, indexes, commit), so a killed command never leaves a commit without its files. Locks are leases
-(`leases.py`). They are checked before each attempt to change objects. A record is replaced only if it is still the
-version that this command has seen. A delayed second write of other files is harmless, because the names of tars and
-indexes depend on their plan, and merged tables record their commits.
+Writing: an object is written before its local file appears. Commits are written last, after tars and indexes, so a
+killed command never leaves a commit without its files. Locks are leases (`leases.py`), which are checked before each
+attempt to change objects. A record is replaced only if it is still the version that this command has seen. A delayed
+second write of any other file is harmless, because the names of tars and indexes depend on their plan, and merged
+tables record their commits.
 
 `mounting.py` opens and mounts these folders.
 """
@@ -49,7 +49,7 @@ _MAX_NAME_BYTES = 255 - len(temporary_path(Path()).name)  # limit of file system
 
 
 def is_eager(key: str) -> bool:
-    """Return True for a file of a data folder that is always fetched because it is small."""
+    """Return True for a file in a data folder that is always fetched because it is small."""
     if key.endswith(_LAZY_SUFFIXES):
         return False
     return key.endswith(_EAGER_SUFFIXES) or key.rpartition("/")[2].startswith(".")
