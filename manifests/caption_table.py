@@ -6,8 +6,8 @@ the order of their IDs. A plan compares the digests to detect changed captions.
 Pseudo-captions are captions that a model wrote. `train caption-chunks` and `prep captions` write them to a Parquet
 file, which `prep manifest captions` reads as a further source. The schema metadata of the file contains a JSON object
 under METADATA_KEY: `kind`, `weights`, `weights_sha256` (null if unknown), `video_variant`, `settings`, and keys that
-depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits
-identify the version of the model. A new version replaces all captions of the earlier version.
+depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits identify the
+version of the model. A new version replaces all captions of the earlier version.
 """
 
 import hashlib

@@ -72,7 +72,7 @@ class DividedVideos:
         return DividedVideos(self.splits, video[is_kept], begin_us, end_us, self.split[is_kept])
 
     def videos_with(self, split: str) -> NDArray[np.int32]:
-        """Return the rows of the divided videos that have seconds of a split, ascending."""
+        """Return the rows of the divided videos that contain seconds of a split, ascending."""
         return np.unique(self.video[self._is_in_split(split)])
 
     def find_splits(self, *, video: NDArray[np.integer], at_us: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -135,7 +135,7 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
     stored = open_stored_captions(data_dir)
     if not stored.splits:
         return None
-    from clipmill.manifests.previous import FURTHER_KEY  # imported late, because it imports many modules
+    from clipmill.manifests.previous import FURTHER_KEY  # imported late, because the module imports many others
 
     stored.verify()
     video_splits = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
@@ -209,13 +209,13 @@ def _divide_block(
 
 
 def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVideos | None]:
-    """Find the videos that have seconds of a split.
+    """Find the videos that contain seconds of a split.
 
     Returns:
         The IDs of the videos, and the divided videos among them, or None if none of them is divided.
 
     Raises:
-        UserError: No video has seconds of the split.
+        UserError: No video contains seconds of the split.
     """
     videos, divided = read_videos(data_dir, columns=["video_id", "split"]), read_divided_videos(data_dir)
     is_member = split_mask(split, videos, divided)
@@ -234,7 +234,7 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
 
 
 def split_mask(split: str, videos: pa.Table, divided: DividedVideos | None) -> NDArray[np.bool_]:
-    """Return bool [videos], True for each video of the manifest that is in a split or has seconds of the split."""
+    """Return bool [videos], True for each video of the manifest that is in a split or contains seconds of it."""
     is_member = pc.equal(videos["split"], split).to_numpy().copy()
     if divided is not None:
         is_member[divided.videos_with(split)] = True
@@ -270,7 +270,7 @@ def select_split(captions: pa.Table, data_dir: Path, split: str) -> pa.Table:
     """Select the captions of a split from all captions of a manifest.
 
     Raises:
-        UserError: No video has seconds of the split.
+        UserError: No video contains seconds of the split.
     """
     find_split_videos(data_dir, split)
     return captions.filter(pa.array(is_in_splits(captions, read_videos(data_dir), [split])))

@@ -160,7 +160,7 @@ def run_command(command: Callable[[], object], *, program: str = "", has_daemons
 
     Args:
         program: Name of the program. The extra with the same name installs its packages.
-        has_daemons: Whether the command has daemon threads. If so, an interrupt skips the interpreter's shutdown, which
+        has_daemons: True if the command has daemon threads. An interrupt then skips the interpreter's shutdown, which
             could wait forever for a thread in the middle of an operation.
     """
     _open_closed_streams()

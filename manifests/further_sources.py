@@ -29,25 +29,25 @@ from clipmill.manifests.formatting import quote_value
 from clipmill.manifests.previous import PreviousManifest, find_rows
 from clipmill.manifests.schema import CAPTIONS, DATASET_DIGEST, OPTIONAL_CAPTIONS
 
-# Characters that are allowed in the name of a source. In `--captions.sources`, `=`, `,` and wildcards have a meaning.
+# Characters that are allowed in the name of a source. In `--captions.sources`, `=`, `,` and wildcards are syntax.
 SOURCE_CHARS = "letters, digits, '.', '-' and '_'"
 _NAME = re.compile(r"[\w.-]+")
 _VERSION = re.compile(r"(?P<name>.+)@[0-9a-f]{8}", re.DOTALL)
 
 
 def source_name(source: str) -> str:
-    """Return the name of a source without the version of the model: `narrator` for `narrator@1f2e3d4c`."""
+    """Return the name of a source without the model version: `narrator` for `narrator@1f2e3d4c`."""
     match = _VERSION.fullmatch(source)
     return match["name"] if match else source
 
 
 def is_source_name(source: str) -> bool:
-    """Return True if `source` is a valid name for a source, without the version of a model."""
+    """Return True if `source` is a valid source name without a model version."""
     return _NAME.fullmatch(source) is not None
 
 
 def source_fault(source: str) -> str | None:
-    """Return the reason why a source, with or without the version of a model, is invalid; None if it is valid."""
+    """Return the reason why a source, with or without a model version, is invalid; None if it is valid."""
     if is_source_name(source_name(source)):
         return None
     return f"source is {quote_value(source)}, expected {SOURCE_CHARS}"
@@ -60,7 +60,7 @@ def select_sources(names: Iterable[str]) -> Selection:
 
 
 def source_counts(file: pq.ParquetFile) -> dict[str, int]:
-    """Count the captions of each source in an open Parquet file, with or without dictionary encoding of `source`."""
+    """Count the captions of each source in an open Parquet file. `source` may be dictionary-encoded."""
     counts: Counter[str] = Counter()
     for batch in file.iter_batches(columns=["source"], batch_size=ROWS_PER_GROUP):
         for entry in pc.value_counts(batch["source"]).to_pylist():
@@ -113,7 +113,7 @@ class FurtherCaptions:
         return self._select_rows(find_rows(self.captions["video_id"], video_ids) >= 0)
 
     def drop_sources(self, sources: Iterable[str]) -> "FurtherCaptions":
-        """Return the captions without the captions of `sources`."""
+        """Return the captions that do not belong to `sources`."""
         return self._select_rows(~select_sources(sources)(self.captions)) if len(self) else self
 
     def append_captions(self, captions: pa.Table, *, ids: np.ndarray, records: Mapping[str, Any]) -> "FurtherCaptions":
@@ -129,14 +129,14 @@ class FurtherCaptions:
         return FurtherCaptions(joined, {**self.records, **records})
 
     def nonempty_records(self) -> dict[str, Any]:
-        """Return the records of the sources that have captions, with the number of captions, for manifest.json."""
+        """Return the records for manifest.json: all sources that have captions, with their numbers of captions."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` whose IDs are in these captions (at least one, ordered by ID)."""
+        """Return a mask of the rows in `table` that are among these captions (nonempty, ordered by ID)."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 

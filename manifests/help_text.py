@@ -113,7 +113,7 @@ def command_help(
 
     Args:
         name: Name of the command, including the program.
-        shows_all: Include all flags, even rare ones.
+        shows_all: True to include all flags, even rare ones.
         range_of, tables_of: See `help_text`.
     """
     collection = command.assemble_argument_collection(parse_docstring=True)

@@ -33,7 +33,7 @@ def chunk_key(video_id: str, start_ms: int) -> str:
 
 
 def split_key(key: str) -> tuple[str, int]:
-    """Split a chunk key into the video ID and the start in milliseconds, the inverse of `chunk_key`.
+    """Split a chunk key into the video ID and the start in milliseconds. This is the inverse of `chunk_key`.
 
     Raises:
         ValueError: `key` is not a chunk key.

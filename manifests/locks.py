@@ -74,7 +74,7 @@ def hold_lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Context manager that waits for the exclusive lock of a folder, and holds it throughout the block."""
+    """Context manager that waits for an exclusive lock on a folder, and holds the lock throughout the block."""
     mirror = mirror_of(folder)
     if mirror is not None and mirror.folder == folder:
         with mirror.folder_lock():
@@ -196,7 +196,7 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
 
 
 def machine_id() -> str:
-    """Return an ID of this machine since its last boot. Containers with separate PID namespaces have different IDs."""
+    """Return an ID for the current boot of this machine. Containers with separate PID namespaces have different IDs."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -2,10 +2,9 @@
 
 If another program truncates a mapped file, or the disk fails, some pages of the map cannot be read. The kernel then
 sends SIGBUS to the thread that accesses such a page, which would end the process without a message. A handler for this
-signal looks up the file that is mapped at the address, reports its path, and exits. Without a
-signal, the handler costs nothing. Reading with `preadv` would return an error instead, but takes up to 3.9 times as
-long for latents (benchmarks/README.md). `read_ahead` loads pages into memory in advance, and raises an exception if the
-disk fails.
+signal looks up the file that is mapped at the address, reports its path, and exits. Without a signal, the handler costs
+nothing. Reading with `preadv` would return an error instead, but takes up to 3.9 times as long for latents
+(benchmarks/README.md). `read_ahead` loads pages into memory in advance, and raises an exception if the disk fails.
 
 The handler runs Python code in the thread that accesses the page, in the middle of the access. This is safe: only an
 access to mapped data causes the signal, and no lock of the interpreter is held during such an access.

@@ -4,9 +4,9 @@ Only a complete manifest is used. If files of the manifest are damaged, a write 
 the same tables, because different caption IDs would silently change the meaning of all shards that refer to captions.
 
 A caption is identified by (video_id, begin_s, end_s, text, source). If several captions are equal, the n-th new one is
-matched with the n-th old one. Captions are compared by 128-bit hashes: millions of captions are matched by
-sorting integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter &
-Wegman 1979, two independent 64-bit lanes). Hashes are never stored.
+matched with the n-th old one. Captions are compared by 128-bit hashes: millions of captions are matched by sorting
+integers, and the old texts need not stay in memory. The hash is multilinear with random weights (Carter & Wegman 1979,
+two independent 64-bit lanes). Hashes are never stored.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ def read_previous(
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
 ) -> tuple[np.ndarray, int]:
-    """Assign IDs to new captions. A new caption that equals a replaced caption gets its ID.
+    """Assign IDs to new captions. A new caption that equals a replaced caption gets that caption's ID.
 
     Args:
         is_replaced: Function that selects the previous captions to replace. None replaces no captions.
@@ -142,7 +142,7 @@ def stable_ids(
 
 
 def _common_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint that all three tables contain, or None if they differ or a table cannot be read."""
+    """Return the fingerprint in all three tables, or None if the tables do not match or cannot be read."""
     fingerprints = set()
     for name in TABLE_FILES:
         try:
@@ -382,8 +382,8 @@ def is_unlikely(captions: pa.Table, *, min_likelihood: float) -> np.ndarray:
 def is_duplicate(captions: pa.Table) -> np.ndarray:
     """Return bool[N], True for captions that repeat another caption with the same span and source.
 
-    The comparison ignores case and the kind and amount of whitespace. Of several equal captions, all are duplicates
-    except for the caption with the highest likelihood; if there is a tie, the first of these captions is the exception.
+    The comparison ignores case and the kind and amount of whitespace. Of several equal captions, the first caption with
+    the highest likelihood is not a duplicate.
     """
     if not captions.num_rows:
         return np.zeros(0, bool)

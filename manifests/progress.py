@@ -1,8 +1,8 @@
 """Show the progress of long work on standard error.
 
 A terminal shows one line, which rich redraws several times a second and erases at the end. A log gets its first line
-after half a second of work, then a line every ten seconds, and a line every minute after two minutes. Each
-line of a log contains the time in UTC, and in brackets the time since the start of the program:
+after half a second of work, then a line every ten seconds, and a line every minute after two minutes. Each line of a
+log contains the time in UTC, and in brackets the time since the start of the program:
 `2027-01-31T09:30:10Z [0:10] encoding: 12 of 24 chunks, 2.3x real time, 0:10 left`.
 
 If several processes are launched together, only the process with RANK 0 shows progress.
@@ -35,7 +35,7 @@ _close: Callable[[], object]  # function that ends the display
 
 
 class Activity:
-    """Context manager that shows what a program is doing until its block ends. An inner activity hides an outer one.
+    """Context manager that shows what a program is doing until the block ends. An inner activity hides an outer one.
 
     Args:
         work: Description of the work, such as "looking at 1,000 videos".

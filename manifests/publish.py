@@ -94,7 +94,7 @@ def publish_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def tag_errors(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an OSError without a path, such as the error of a read, write or flush."""
+    """Context manager that adds `path` to an OSError without a path, such as an error from a read, write or flush."""
     try:
         yield
     except OSError as error:
@@ -200,7 +200,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder if it is missing, and flush its entry in the parent folder, which must exist, to disk."""
+    """Create a folder if it is missing, and flush its entry in the parent folder to disk. The parent must exist."""
     if not path.is_dir():
         path.mkdir(exist_ok=True)
         sync(path.parent)

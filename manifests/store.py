@@ -71,7 +71,7 @@ def read_captions(data_dir: Path) -> pa.Table:
 
 
 def open_captions(data_dir: Path, *, dictionary_columns: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open the table of captions to read it by row groups. The caller must close the file.
+    """Open the table of captions to read it by row group. The caller must close the file.
 
     The open table stays the same if a new manifest is written later.
 
@@ -87,12 +87,12 @@ def open_captions(data_dir: Path, *, dictionary_columns: Sequence[str] = ()) -> 
 
 
 def open_videos(data_dir: Path) -> pq.ParquetFile:
-    """Open the table of videos to read it by row groups, like `open_captions`. The caller must close the file."""
+    """Open the table of videos to read it by row group, like `open_captions`. The caller must close the file."""
     return read_consistently(data_dir, lambda manifest: _open(data_dir, VIDEOS_FILE, VIDEOS, manifest))
 
 
 def captions_path(data_dir: Path) -> Path:
-    """Verify the file of the captions, and return its path, which is valid until the next write of the manifest.
+    """Verify the captions file and return its path, which is valid until the next write of the manifest.
 
     Raises:
         UserError: The manifest is missing or damaged.
@@ -277,8 +277,8 @@ def staged_path(folder: Path, name: str, *, fingerprint: str) -> Path:
 def file_entry(path: Path) -> dict[str, Any]:
     """Return the size and checksum of a table's file for manifest.json.
 
-    The checksum of a mapped file is CRC-32, which takes a third of the time of SHA-256. Readers compute it again, and
-    there may be tens of millions of captions.
+    The checksum of a mapped file is CRC-32, which takes a third of the time of SHA-256. Readers compute the
+    checksum again, and there may be tens of millions of captions.
     """
     size_bytes = path.stat().st_size
     if path.suffix == ".arrow":

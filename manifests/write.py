@@ -236,7 +236,7 @@ def _removal_error(removed_ids: list[str], num_before: int, dataset: str, *, num
 
 
 def previous_manifest(data_dir: Path) -> PreviousManifest:
-    """Read the manifest of a data folder, which may be missing or damaged, before a write."""
+    """Read the manifest of a data folder before a write. The manifest may be missing or damaged."""
     folder = manifest_dir(data_dir)
     if not (folder / MANIFEST_FILE).exists():
         return read_previous(folder, None)
@@ -339,7 +339,7 @@ def write_further_captions(
     Args:
         captions: Columns video_id, begin_s, end_s, text, source and likelihood. IDs are assigned here.
         rejected: Table of schema.REJECTED.
-        records: Record {"kind", "models"} of each source in `captions`, by name of the source.
+        records: Record {"kind", "models"} of each source in `captions`, by source name.
 
     Raises:
         UserError: The manifest is missing or damaged, or the name of a source is already in use.

@@ -336,7 +336,7 @@ def split_of_list(path: Path, *, example: str) -> str:
     if not any(word in _SPLIT_NAMES for word in _WORD.findall(path.name.lower())):
         raise UserError(
             f"the name of {path} does not contain the split of its videos",
-            hint=f"rename it so that test, val or train is a word of the name, as in {example}",
+            hint=f"rename the file so that its name contains the word test, val or train, as in {example}",
         )
     return split_in_file_name(path.name)
 
@@ -360,7 +360,7 @@ class Reason(StrEnum):
     UNREADABLE = "unreadable"  # inaccessible file or folder: a broken or circular link, or a missing permission
     EMPTY_ID = "empty_id"  # row that does not identify a video
     EMPTY_CAPTION = "empty_caption"
-    BAD_TIME = "bad_time"  # time that is not finite, negative, or too late; or an end that is not after the start
+    BAD_TIME = "bad_time"  # time that is negative, too late or not finite, or an end that is not after the start
     BAD_FPS = "bad_fps"  # times in frames with an fps that is not a frame rate
     BAD_LIKELIHOOD = "bad_likelihood"  # likelihood that is not a number, or is above 0
     BAD_SOURCE = "bad_source"  # source with characters other than letters, digits, ".", "-" and "_"

@@ -319,7 +319,7 @@ def source_of_file(path: Path) -> str:
 
 
 def _named_rows(path: Path, *, note: Callable[[str], None], required: Sequence[str]) -> Iterator[Row]:
-    """Iterate over the rows of a table in any format, with the documented names of the columns."""
+    """Iterate over the rows of a table in any format. The rows have the documented column names."""
     require_file(path)
     suffix = path.suffix.lower()
     if suffix in TEXT_SUFFIXES:

@@ -19,10 +19,11 @@ name must contain the split. Captions and videos that are not in the CSV files a
 is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}. The videos are files
 `<videoID>.<extension>`. Only the English captions are read. The split is derived from the file name.
 
-*Kinetics* (Kay et al. 2017) and similar lists. A published list is a CSV file with the columns label, youtube_id,
-time_start, time_end, split. The videos are files `<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>`
-(trimmed: the label applies to the complete file) or `<youtube_id>.<extension>` (untrimmed: the label applies from
-time_start to time_end). A list without a header has lines such as
+*Kinetics* (Kay et al. 2017) and similar datasets are lists of clips. A published list is a CSV file with the columns
+label, youtube_id, time_start, time_end, split. The videos are files
+`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the complete file) or
+`<youtube_id>.<extension>` (untrimmed: the label applies from time_start to time_end). A list without a header contains
+lines such as
 
     path label               or `path,label`: lists from VideoMAE
     path num_frames label    lists from AVION; num_frames is ignored, because it refers to a different copy of the video
@@ -274,13 +275,13 @@ _COLUMNS = ["label", "youtube_id"]
 _TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
 _NUMBERS_LAST = re.compile(rf"(?P<name>.*[^ ,\t])[ ,\t]+(?P<numbers>{_TWO_NUMBERS.pattern})")
 _NO_LABEL = "-1"
-# Placeholder folders at the start of the paths in the published lists of VideoMAE V2 and AVION.
+# Placeholder folders at the start of the paths in published lists from VideoMAE V2 and AVION.
 _PLACEHOLDERS = ("your_path/", "dataset_root/")
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One possible interpretation of a line in a list without a header.
+    """Possible interpretation of a line in a list without a header.
 
     Attributes:
         name: Path of the video.

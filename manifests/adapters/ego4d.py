@@ -1,9 +1,9 @@
-"""Read Ego4D narrations (Grauman et al. 2022): official files, pickled lists of AVION and LaViLa, EgoVLP's files.
+"""Read Ego4D narrations (Grauman et al. 2022): official files, lists from AVION and LaViLa, and files from EgoVLP.
 
 `narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
 `all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). In this list,
 `_annotation_uid` identifies the pass of one annotator, and passes are numbered in the order in which they first occur.
-In both files, a narration has a single timestamp t. The rule of EgoVLP (Lin et al. 2022, section 3) expands it to the
+In both files, a narration has a single timestamp t. EgoVLP's rule (Lin et al. 2022, section 3) expands it to the
 interval [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
 of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within the pass of one
 annotator. Videos that have not been downloaded also count, so that captions do not shift when more of the dataset is
@@ -70,7 +70,7 @@ REDACTED_STATUS = "redacted"
 def read_ego4d(
     directory: Location, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Location | None = None
 ) -> Reading:
-    """Read narrations of Ego4D.
+    """Read Ego4D narrations.
 
     Args:
         annotations: Narration files, `ego4d.json` with the splits, EgoVLP's files, and text files with videos to omit.
@@ -356,7 +356,7 @@ def omit_listed_videos(builder: ReadingBuilder, videos: AnnotatedVideos, *, path
     builder.note(f"{count_noun(len(names), 'video')} to omit, listed in {path.name}")
 
 
-# Old pickle protocols encode a set as a call of the class `set`.
+# Old pickle protocols encode a set as a call to the class `set`.
 _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,

@@ -1,4 +1,4 @@
-"""Read the questions of EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
+"""Read questions from EgoMCQ (Lin et al. 2022, section 4.1): which of five clips does a narration describe?
 
 `egomcq.json` has one entry per question: a text (`query`), five clips (`choices`), and the key of the clip that the
 text describes (`answer`):
@@ -6,8 +6,8 @@ text describes (`answer`):
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question has the kind `intra` if all of its clips belong to one video; otherwise, it has the kind `inter`. `types` is
-not read, because the comment about it in the public code contradicts the metric.
+A question is of the kind `intra` if all of its clips belong to one video; otherwise, it is of the kind `inter`. `types`
+is not read, because the comment about it in the public code contradicts the metric.
 """
 
 from collections.abc import Iterator

@@ -149,7 +149,7 @@ class _Videos:
         return file
 
     def missing_detail(self, name: str) -> str:
-        """Describe that a name matches no file, with the nearest name as a suggestion."""
+        """Return the detail for a name that matches no file, with the nearest name as a suggestion."""
         if name not in self._nearest:
             nearest = self._names.find(name)
             self._nearest[name] = "" if nearest is None else f" (similar name: {nearest})"

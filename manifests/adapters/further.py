@@ -63,7 +63,7 @@ class Limits:
 def read_caption_tables(
     tables: Sequence[Path], *, videos: pa.Table, dataset: str, source: str | None = None, limits: Limits | None = None
 ) -> FurtherReading:
-    """Read tables of captions for videos of the manifest.
+    """Read tables of captions for videos in the manifest.
 
     Args:
         tables: Paths of the tables.
@@ -140,8 +140,8 @@ class _Videos:
                 for relative in (names, [location_name(path).name for path in paths])
             )
         file = self._find(name)
-        # A table from a different machine may have absolute paths that do not exist here. This is os.path.exists,
-        # because Path.exists raises an error if a name is too long.
+        # A table from a different machine may contain absolute paths that do not exist here. `Path.exists` is not used,
+        # because it raises an error if a name is too long.
         is_missing = PurePosixPath(name).is_absolute() and not os.path.exists(name)  # noqa: PTH110
         if file is None and is_missing and (file := self._find(PurePosixPath(name).name)) is not None:
             self.moved_paths[name] = str(file.path)

@@ -42,8 +42,8 @@ def object_items(
 
     Args:
         nested_key: Key whose value is read entry by entry. With nested_key="videos", the file
-            `{"version": 1, "videos": {"a": ..., "b": ...}}` yields the keys version, a and b. If the value is a list,
-            the key videos is yielded with each item.
+            `{"version": 1, "videos": {"a": ..., "b": ...}}` yields the keys `version`, `a` and `b`. If the value is a
+            list, the key `videos` is yielded with each item.
         hook: `object_pairs_hook` of the parser. A ValueError from this function is reported as an error in the file.
 
     Raises:
@@ -145,9 +145,9 @@ class _Window:
             raise self._error("expected the end of the file")
 
     def _grow(self) -> bool:
-        """Read more of the file, at least as much as is unconsumed; return False at the end of the file.
+        """Read more of the file, at least as much as the unconsumed part; return False at the end of the file.
 
-        The size grows with the window, so that a long entry is not parsed too often.
+        The amount grows with the window, so that a long entry is not parsed too often.
         """
         if self._at_file_end:
             return False

@@ -124,7 +124,7 @@ class Reading:
 
 
 class ReadingBuilder:
-    """Collects the videos, captions and rejected rows of one dataset.
+    """Collector of the videos, captions and rejected rows of one dataset.
 
     Args:
         dataset: Name of the dataset in the manifest.
@@ -440,7 +440,7 @@ def _dictionary_column(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedAr
 def begin_reading(
     dataset: str, directory: Location, *, skip: Location | None, labels: Mapping[str, pa.DataType] | None = None
 ) -> tuple[ReadingBuilder, "AnnotatedVideos"]:
-    """Find the videos in a folder, and return a builder and a lookup of these videos.
+    """Find the videos in a folder, and return a builder and a lookup for these videos.
 
     Args:
         dataset: Name of the dataset in the manifest.
@@ -500,8 +500,8 @@ class AnnotatedVideos:
                 video.
 
         Returns:
-            The index of the video in the builder. If the row is unusable, it is counted or rejected, and None is
-            returned.
+            The index of the video in the builder, or None if the row is unusable. An unusable row is counted or
+            rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row does not identify a video")

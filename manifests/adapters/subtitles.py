@@ -5,9 +5,9 @@ A file belongs to the video with the same name in the same folder: `a.srt`, or `
 language, as in `subtitles-en`. Whisper writes the same words to a file of each format. If several files of a video
 contain the same words, only one file is read: JSON, which contains likelihoods, is preferred to .srt and .vtt.
 
-Existing libraries are not used, because none of them reports invalid cues. pysubs2 reads a negative time as
-positive, and appends comments, names of cues and cues with invalid times to the text of the previous cue. webvtt-py
-silently omits such cues. srt rejects the complete file. In this module, each cue is either valid or has a fault.
+Existing libraries are not used, because none of them reports invalid cues. pysubs2 reads a negative time as positive,
+and appends comments, cue names and cues with invalid times to the text of the previous cue. webvtt-py silently omits
+such cues. srt rejects the complete file. In this module, each cue is either valid or has a fault.
 """
 
 import codecs
@@ -51,7 +51,7 @@ _ENTITY = re.compile(r"&(?:[A-Za-z]{1,32}|#\d{1,8}|#[xX][0-9a-fA-F]{1,8});")
 
 @dataclass(frozen=True)
 class Cue:
-    """A timed text in a file.
+    """Timed text in a file.
 
     Attributes:
         index: 0-based index of the cue in the file.

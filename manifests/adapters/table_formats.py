@@ -126,7 +126,7 @@ def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
 
 
 def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a text table with a header, with the documented names of the columns.
+    """Iterate over the rows of a text table with a header. The rows have the documented column names.
 
     Args:
         required: Columns that the table must have. A label column can replace the column `text`.
@@ -212,7 +212,7 @@ _SHAPE_HINT = (
 
 
 def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a JSON table, with the documented names of the columns.
+    """Iterate over the rows of a JSON table. The rows have the documented column names.
 
     Args:
         required: Columns that at least one row must have. A label can replace the text.
@@ -251,7 +251,7 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
 
 
 def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a JSON table of any shape, with the keys of the file."""
+    """Iterate over the rows of a JSON table of any shape. The rows have the keys in the file."""
     if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
         yield from json_rows(path, encoding=note_encoding(path, note=note))
         return
@@ -334,7 +334,7 @@ def _column_rows(columns: Mapping[str, Any], *, path: Path) -> Iterator[Row]:
         for name, column in columns.items():
             if column.keys() != set(index):
                 raise UserError(
-                    f"{path}: the rows of the column {on_one_line(name)} differ from those in the first column",
+                    f"{path}: the rows of the column {on_one_line(name)} differ from the rows of the first column",
                     hint=_SHAPE_HINT,
                 )
         columns = {name: [column[key] for key in index] for name, column in columns.items()}

@@ -8,8 +8,8 @@
 
 All locks are flocks, which are released when their process ends. A copy in use has a shared lock. Only unused copies
 are evicted, starting with the least recently used copy (by mtime, which each use updates). Therefore, no evicted copy
-takes up disk space.
-A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local disks).
+takes up disk space. A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local
+disks).
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class CachedFile:
 
 
 class ObjectCache:
-    """A cache of limited size in a folder. Safe for several threads, and for several processes that share the folder.
+    """A cache of limited size in a folder. Thread-safe, and safe for several processes that share the folder.
 
     Args:
         limit_bytes: Maximum total size of the copies. By default, it is derived from the free space (FREE_FRACTION).
@@ -205,7 +205,7 @@ class ObjectCache:
         evict(self._copies(), excess_bytes=sys.maxsize)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of the copies whose names begin with a prefix."""
+        """Return the names of all copies whose names begin with `prefix`."""
         return [path.name for path in self._copies() if path.name.startswith(prefix)]
 
     def _copies(self) -> dict[Path, os.stat_result]:

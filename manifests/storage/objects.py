@@ -1,6 +1,6 @@
 """Read, list, write and delete the objects under a URL such as `s3://bucket/folder`, with obstore.
 
-Credentials and endpoints come from environment variables (`clouds.py`). `stores.py` converts the errors of obstore.
+Credentials and endpoints come from environment variables (`clouds.py`). `stores.py` converts obstore's errors.
 
 *Reading.* obstore retries requests with transient failures (5xx, 429, no response, a truncated body) for 90 s with
 exponential backoff, and resumes a truncated body. The threads of obstore do not survive a fork, so a process that has
@@ -433,7 +433,7 @@ class Objects:
         return info_of({**meta, "path": key})
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Yield the objects in the folder `prefix`, in any order, without the objects in `odd_names`.
+        """Yield the objects in the folder `prefix`, in any order, except for the objects in `odd_names`.
 
         Args:
             recursive: Also yield the objects in subfolders.
@@ -456,7 +456,7 @@ class Objects:
         return self._listing.odd_names
 
     def open_uploads(self) -> Iterator["OpenUpload"]:
-        """Yield the incomplete multipart uploads under a URL of S3. For other URLs, yield nothing."""
+        """Yield the incomplete multipart uploads under an S3 URL. For other URLs, yield nothing."""
         from clipmill.manifests.storage.s3_requests import S3Requests
 
         if self.scheme == "s3":

@@ -138,7 +138,7 @@ class S3Requests:
 
 
 def _send(method: str, url: str) -> ElementTree.Element:
-    """Send a request and return the body of the response. Errors have the same wording as obstore's (`stores.py`)."""
+    """Send a request and return the body of the response. Errors have obstore's wording, which `stores.py` parses."""
     from obstore.exceptions import GenericError
 
     try:

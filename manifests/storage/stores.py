@@ -28,7 +28,7 @@ _RETRY: dict[str, Any] = {
 }
 _TIMEOUTS: dict[str, Any] = {
     "connect_timeout": timedelta(seconds=10),
-    "read_timeout": timedelta(seconds=30),  # maximum time without a single byte
+    "read_timeout": timedelta(seconds=30),  # maximum time without receiving a byte
     "timeout": timedelta(minutes=15),  # maximum time for a complete object
 }
 # A request that changes objects is retried by `objects.py`, because the right to change them may end. obstore retries
@@ -78,7 +78,7 @@ def scheme_of(url: str, *, is_written: bool = False) -> str:
 
 
 def open_store(url: str, *, scheme: str, is_written: bool = False) -> Any:
-    """Open a store of obstore for a URL.
+    """Open an obstore store for a URL.
 
     Args:
         is_written: True for a store whose requests change objects. Such requests have different time limits.
@@ -174,7 +174,7 @@ class AccessDenied(AccessRefused):
 
 
 class NoCredentials(AccessRefused):
-    """No credentials are set, and the metadata server of the machine does not provide any, at least not now."""
+    """No credentials are set, and the metadata server of the machine currently provides none."""
 
 
 class OddName(OSError):
@@ -248,7 +248,7 @@ def _raise_storage_error(error: Exception, *, url: str, object_url: str) -> NoRe
         region = _REGION.search(str(error))
         raise UserError(
             f"the bucket of {url} is in a different region than the requests",
-            hint=f"set AWS_REGION={region[1] if region else 'REGION to the region of the bucket'}",
+            hint="set AWS_REGION to the region of the bucket" if region is None else f"set AWS_REGION={region[1]}",
         ) from None
     if code in _CLOCK_CODES:
         message = f"{object_url}: the clock of this machine differs too much from the clock of the server ({code})"

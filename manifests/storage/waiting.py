@@ -34,7 +34,7 @@ def watch_request(url: str, *, num_bytes: int) -> Iterator[None]:
 
     Args:
         url: URL of the folder as the user typed it. (Names of objects, such as locks, would mean nothing to the user.)
-        num_bytes: Number of bytes that are sent or received. A larger transfer may take longer before a message.
+        num_bytes: Number of bytes that are sent or received. For a larger transfer, the message appears later.
     """
     global _watcher
     if _report is None:

@@ -139,7 +139,7 @@ def is_current(
         return False
     if not is_content and is_small(info.key):
         return False
-    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # the seconds are from the clock of this machine
+    if state.st_mtime_ns // _SECOND_NS != int(info.modified_s):  # an upload sets the seconds from the local clock
         set_stamp(path, info, is_content=is_content)
     return True
 
@@ -264,7 +264,7 @@ class WorkingCopy:
             if path.parent not in folders:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 folders.add(path.parent)
-            if TEMPORARY_PREFIX in key:  # it is not fetched, because another command may remove it at any time
+            if TEMPORARY_PREFIX in key:  # not fetched, because another command may remove it at any time
                 if key not in states:
                     make_placeholder(path, info)
             elif self._is_small(key):

@@ -84,7 +84,7 @@ def test_a_table_of_any_shape_is_read_by_both_commands(make_videos: VideoMaker, 
         ({"video": ["a"], "text": "x"}, "text is not a list"),
         (
             {"video": {"0": "a"}, "text": {"1": "x"}},
-            "rows of the column text differ from those in the first",
+            "rows of the column text differ from the rows of the first",
         ),
     ],
 )
