@@ -39,14 +39,14 @@ class CaptionChange:
     """Difference between the captions of two consecutive manifests.
 
     Attributes:
-        added: New captions, with the columns that `write_manifest` takes.
+        captions: New captions, with the columns that `write_manifest` takes.
         ids: IDs of the new captions, int64[N].
         next_id: Lowest ID that has never been assigned to a caption.
         keep: Function that selects the previous captions to keep. None keeps no captions.
         keep_labels: True to keep the label columns of the previous captions.
     """
 
-    added: pa.Table
+    captions: pa.Table
     ids: np.ndarray
     next_id: int
     keep: Selection | None
@@ -65,7 +65,7 @@ def write_caption_table(
     Raises:
         UserError: A label column has a different type in the previous table.
     """
-    captions, keep = change.added, change.keep
+    captions, keep = change.captions, change.keep
     kept_tables: Iterator[pa.Table] = iter(())
     optional = _optional_columns(captions)
     if old_path is not None and keep is not None:

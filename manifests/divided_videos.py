@@ -139,8 +139,8 @@ def read_divided_videos(data_dir: Path) -> DividedVideos | None:
 
     stored.verify()
     video_splits = read_videos(data_dir, columns=["split"])["split"].combine_chunks().dictionary_encode()
-    further = read_manifest(data_dir).get(FURTHER_KEY, {})
-    divides = np.array([source not in further for source in stored.sources])
+    further_records = read_manifest(data_dir).get(FURTHER_KEY, {})
+    divides = np.array([source not in further_records for source in stored.sources])
     names = {*stored.splits, *video_splits.dictionary.to_pylist()}
     splits = sorted(names, key=lambda name: (_HELD_OUT.index(name) if name in _HELD_OUT else -1, name))
     video_split = np.array([splits.index(name) for name in video_splits.dictionary.to_pylist()], np.int8)

@@ -68,11 +68,11 @@ def source_counts(file: pq.ParquetFile) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def reject_further_sources(captions: pa.Table, further: Mapping[str, Any], *, dataset: str) -> None:
+def reject_further_sources(captions: pa.Table, further_records: Mapping[str, Any], *, dataset: str) -> None:
     """Raise UserError if captions of a dataset use the name of a further source."""
-    names = pc.unique(captions["source"]).to_pylist() if further else []
+    names = pc.unique(captions["source"]).to_pylist() if further_records else []
     for name in names:
-        if name in further:
+        if name in further_records:
             raise UserError(
                 f"dataset {dataset} has captions with the source {name!r}, but `prep manifest captions` has already "
                 "added captions with this source",
@@ -96,12 +96,12 @@ class FurtherCaptions:
     def read(old: PreviousManifest) -> "FurtherCaptions":
         """Read the captions of all further sources from the previous manifest."""
         tables = [pa.table({name: [] for name in _SCHEMA.names}, schema=_SCHEMA)]
-        if old.captions_path is not None and old.further:
+        if old.captions_path is not None and old.further_records:
             names = set(pq.read_schema(old.captions_path).names)
             columns = [name for name in _SCHEMA.names if name in names]
-            for table in selected_batches(old.captions_path, select_sources(old.further), columns=columns):
+            for table in selected_batches(old.captions_path, select_sources(old.further_records), columns=columns):
                 tables.append(cast_to_schema(table, _SCHEMA))
-        return FurtherCaptions(pa.concat_tables(tables).unify_dictionaries(), dict(old.further))
+        return FurtherCaptions(pa.concat_tables(tables).unify_dictionaries(), dict(old.further_records))
 
     def __len__(self) -> int:
         return self.captions.num_rows

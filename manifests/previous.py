@@ -47,7 +47,7 @@ class PreviousManifest:
         captions_path: Path of the verified table of captions; None if the manifest is missing or damaged.
         next_caption_id: Lowest ID that has never been assigned to a caption.
         datasets: Record of each dataset, by name.
-        further: Record of each further source of captions, by name (clipmill.manifests.further_sources).
+        further_records: Record of each further source of captions, by name (clipmill.manifests.further_sources).
         damage: Reason why an existing manifest cannot be read; None if it can be read.
         fingerprint: Fingerprint of a damaged manifest, if known.
     """
@@ -57,7 +57,7 @@ class PreviousManifest:
     captions_path: Path | None = None
     next_caption_id: int = 0
     datasets: Mapping[str, Any] = field(default_factory=dict)
-    further: Mapping[str, Any] = field(default_factory=dict)
+    further_records: Mapping[str, Any] = field(default_factory=dict)
     damage: DamagedManifest | None = None
     fingerprint: str | None = None
 
@@ -66,8 +66,8 @@ class PreviousManifest:
         if self.damage is None or fingerprint == self.fingerprint:
             return
         steps = f" ({', '.join(self.datasets)})" if self.datasets else ""
-        if self.further:
-            steps += f", then `prep manifest captions` for the added sources ({', '.join(self.further)}),"
+        if self.further_records:
+            steps += f", then `prep manifest captions` for the added sources ({', '.join(self.further_records)}),"
         raise UserError(
             f"{self.damage}; this command cannot restore the manifest, because caption IDs would change",
             hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
@@ -100,7 +100,7 @@ def read_previous(
             captions_path=paths[CAPTIONS_FILE],
             next_caption_id=manifest["next_caption_id"],
             datasets=manifest["datasets"],
-            further=manifest.get(FURTHER_KEY, {}),
+            further_records=manifest.get(FURTHER_KEY, {}),
         )
     except (OSError, pa.ArrowException) as error:
         damage = DamagedManifest(folder / "*.parquet", str(error))
@@ -109,7 +109,7 @@ def read_previous(
     return PreviousManifest(
         next_caption_id=manifest.get("next_caption_id", 0),
         datasets=manifest.get("datasets", {}),
-        further=manifest.get(FURTHER_KEY, {}),
+        further_records=manifest.get(FURTHER_KEY, {}),
         damage=damage,
         fingerprint=manifest["fingerprint"],
     )

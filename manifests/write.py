@@ -127,7 +127,7 @@ def write_manifest(
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     old = previous_manifest(data_dir)
-    reject_further_sources(captions, old.further, dataset=dataset)
+    reject_further_sources(captions, old.further_records, dataset=dataset)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, dataset_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
@@ -185,7 +185,7 @@ def write_manifest(
                 keep_labels=len(other_ids) > 0,
             ),
             datasets={**old.datasets, dataset: entry},
-            further=kept_further.nonempty_records(),
+            further_records=kept_further.nonempty_records(),
         ),
     )
     # Count the videos and the captions by split.
@@ -254,14 +254,14 @@ class NewManifest:
         videos: Table of schema.VIDEOS and schema.DATASET_DIGEST.
         rejected: Table of schema.REJECTED.
         captions: Difference from the captions of the previous manifest.
-        datasets, further: Records of the datasets and of the further sources, by name.
+        datasets, further_records: Records of the datasets and of the further sources, by name.
     """
 
     videos: pa.Table
     rejected: pa.Table
     captions: CaptionChange
     datasets: Mapping[str, Any]
-    further: Mapping[str, Any]
+    further_records: Mapping[str, Any]
 
 
 def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> None:
@@ -298,7 +298,7 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
             "fingerprint": fingerprint,
             "next_caption_id": new.captions.next_id,
             "datasets": new.datasets,
-            **({FURTHER_KEY: new.further} if new.further else {}),
+            **({FURTHER_KEY: new.further_records} if new.further_records else {}),
             "tables": {name: file_entry(path) for name, path in staged.items()},
         },
     )
@@ -345,15 +345,15 @@ def write_further_captions(
         UserError: The manifest is missing or damaged, or the name of a source is already in use.
     """
     old = _require_manifest(data_dir)
-    old_counts = _counts(old.captions_path)
+    old_counts, further_records = _counts(old.captions_path), old.further_records
     for source, record in records.items():
-        kind = str(record["kind"])
-        if source in old.further and old.further[source]["kind"] != kind:
+        kind, old_record = str(record["kind"]), further_records.get(source)
+        if old_record is not None and old_record["kind"] != kind:
             raise UserError(
-                f"the source {source!r} has captions of a different kind ({old.further[source]['kind']}, not {kind})",
+                f"the source {source!r} has captions of a different kind ({old_record['kind']}, not {kind})",
                 hint="set a different name for the new captions with --source",
             )
-        if source in old_counts and source not in old.further:
+        if source in old_counts and old_record is None:
             raise UserError(
                 f"a dataset in the manifest has {count_noun(old_counts[source], 'caption')} with the source {source!r}",
                 hint="set a different name for the new captions with --source",
@@ -367,7 +367,9 @@ def write_further_captions(
                 hint="pass only the tables of the newer version, or set a different name with --source",
             )
     kinds = {source_name(source): record["kind"] for source, record in records.items()}
-    replaced_sources = {name for name, record in old.further.items() if kinds.get(source_name(name)) == record["kind"]}
+    replaced_sources = {
+        name for name, record in further_records.items() if kinds.get(source_name(name)) == record["kind"]
+    }
 
     ids = _publish(data_dir, old, captions, rejected, records=records, replaced_sources=replaced_sources)
     is_new = ids >= old.next_caption_id
@@ -398,20 +400,21 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
         UserError: The manifest is missing or damaged, or a further source does not exist.
     """
     old = _require_manifest(data_dir)
+    further_records = old.further_records
     removed_sources: set[str] = set()
     for name in names:
-        sources = {name} if name in old.further else {source for source in old.further if source_name(source) == name}
+        sources = {name} if name in further_records else {key for key in further_records if source_name(key) == name}
         if not sources:
             is_in_dataset = name in _counts(old.captions_path)
             reason = "belongs to a dataset, so it cannot be removed" if is_in_dataset else "does not exist"
             raise UserError(
                 f"the source {quote_value(name)} {reason}",
-                hint=f"use one of the sources that can be removed: {', '.join(old.further)}"
-                if old.further
-                else "no source of this manifest can be removed",
+                hint=f"use one of the sources that can be removed: {', '.join(further_records)}"
+                if further_records
+                else "no source in this manifest can be removed",
             )
         removed_sources |= sources
-    counts = {name: int(old.further[name]["num_captions"]) for name in sorted(removed_sources)}
+    counts = {name: int(further_records[name]["num_captions"]) for name in sorted(removed_sources)}
     no_captions = FurtherCaptions.read(old).captions.slice(0, 0).drop_columns(["caption_id"])
     _publish(data_dir, old, no_captions, REJECTED.empty_table(), records={}, replaced_sources=removed_sources)
     return counts
@@ -437,8 +440,8 @@ def _publish(
     """Replace the captions of `replaced_sources`, and return the IDs of the new captions, int64[N]."""
     is_replaced = select_sources(replaced_sources)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced_sources else None)
-    further = FurtherCaptions.read(old)
-    new_further = further.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
+    old_further = FurtherCaptions.read(old)
+    new_further = old_further.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
     if (find_rows(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
@@ -446,11 +449,11 @@ def _publish(
         manifest_dir(data_dir),
         old,
         NewManifest(
-            videos=new_further.add_to_videos(further.subtract_from_videos(old.videos)),
+            videos=new_further.add_to_videos(old_further.subtract_from_videos(old.videos)),
             rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
             captions=CaptionChange(captions, ids, next_id, keep=lambda table: ~is_replaced(table), keep_labels=True),
             datasets=old.datasets,
-            further=new_further.nonempty_records(),
+            further_records=new_further.nonempty_records(),
         ),
     )
     return ids

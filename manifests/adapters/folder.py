@@ -123,11 +123,11 @@ class _Videos:
     def __init__(
         self, files: Sequence[VideoFile], *, owners: Mapping[str, VideoFile], base: str | None, lists_videos: bool
     ) -> None:
-        self._lookup, self._loose = VideoLookup(list(files)), LooseLookup([] if lists_videos else files)
+        self._lookup, self._loose_lookup = VideoLookup(list(files)), LooseLookup([] if lists_videos else files)
         self._owners, self._base, self._lists_videos = owners, base, lists_videos
         self._names = NearestName(files)
-        self._nearest: dict[str, str] = {}  # suggestion with the nearest name, by name in the table
-        self.respelled: dict[str, str] = {}  # path of a file with a different spelling, by name in the table
+        self._suggestions: dict[str, str] = {}  # suggestion with the nearest name, by name in the table
+        self.respelled_paths: dict[str, str] = {}  # path of a file with a different spelling, by name in the table
 
     def find(self, name: str) -> VideoFile | None:
         """Return the file that a name in the table refers to, or None if there is no such file.
@@ -144,16 +144,16 @@ class _Videos:
             except ValueError as error:
                 raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
         file = _find(resolved, lookup=self._lookup, owners=self._owners)
-        if file is None and (file := _find(name, lookup=self._loose, owners=self._owners)) is not None:
-            self.respelled[name] = file.relative
+        if file is None and (file := _find(name, lookup=self._loose_lookup, owners=self._owners)) is not None:
+            self.respelled_paths[name] = file.relative
         return file
 
     def missing_detail(self, name: str) -> str:
         """Return the detail for a name that matches no file, with the nearest name as a suggestion."""
-        if name not in self._nearest:
+        if name not in self._suggestions:
             nearest = self._names.find(name)
-            self._nearest[name] = "" if nearest is None else f" (similar name: {nearest})"
-        return f"no matching video file{self._nearest[name]}"
+            self._suggestions[name] = "" if nearest is None else f" (similar name: {nearest})"
+        return f"no matching video file{self._suggestions[name]}"
 
 
 def _add_captions(
@@ -224,9 +224,9 @@ def _add_captions(
             f"{table.name}: {count_noun(num_classes, 'row')} with labels and without a text: the captions are "
             f"the names of the classes, with the source {CLASS_SOURCE}"
         )
-    if videos.respelled:
-        name, path = next(iter(videos.respelled.items()))
-        names = count_noun(len(videos.respelled), "name")
+    if videos.respelled_paths:
+        name, path = next(iter(videos.respelled_paths.items()))
+        names = count_noun(len(videos.respelled_paths), "name")
         builder.note(
             f'{table.name}: {names} of videos matched although separators or case differ, such as "{name}" for "{path}"'
         )

@@ -49,14 +49,14 @@ class RowBuffer:
         self.schema = schema
         self.chunks: list[pa.RecordBatch] = []
         self._optional = optional
-        self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
         self._values: dict[str, dict[int, Any]] = {}  # values of optional columns, by name and row
 
     def append(self, optional: Mapping[str, Any] | None = None, **values: Any) -> None:
         for name, value in (optional or {}).items():
             if value is not None:
-                self._values.setdefault(name, {})[len(self._open[self.schema.names[0]])] = value
-        for name, column in self._open.items():
+                self._values.setdefault(name, {})[len(self._columns[self.schema.names[0]])] = value
+        for name, column in self._columns.items():
             column.append(values[name])
         if len(column) >= ROWS_PER_CHUNK:
             self._close()
@@ -67,14 +67,14 @@ class RowBuffer:
         return pa.concat_tables(tables, promote_options="default")
 
     def _close(self) -> None:
-        arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
+        arrays = [pa.array(self._columns[field.name], field.type) for field in self.schema]
         if num_rows := len(arrays[0]):
             used_fields = [field for field in self._optional if field.name in self._values]
             for field in used_fields:
                 values = self._values[field.name]
                 arrays.append(pa.array(map(values.get, range(num_rows)), field.type, size=num_rows))
             self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*self.schema, *used_fields])))
-            self._open = {name: [] for name in self.schema.names}
+            self._columns = {name: [] for name in self.schema.names}
             self._values = {}
 
 
@@ -142,11 +142,11 @@ class ReadingBuilder:
         for name, kind in self._labels.items():
             schema = schema.append(pa.field(name, kind))
         self._captions = RowBuffer(schema, optional=OPTIONAL_CAPTIONS)
-        self._bulk: list[pa.RecordBatch] = []
+        self._bulk_batches: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
         self._rejected = RowBuffer(REJECTED)
         # Number of lost captions and first row, by source ID, file, reason and detail.
-        self._lost: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}
+        self._lost_captions: dict[tuple[str, str, Reason, str], tuple[int, int | None]] = {}
         self._num_rows_used: dict[Location, int] = {}
         self._example_file: str | None = None
         self._notes: list[str] = []
@@ -180,10 +180,10 @@ class ReadingBuilder:
             self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (names that begin with a dot)")
         if scan.outward_links:
             link, target = scan.outward_links[0]
-            others = f", and {len(scan.outward_links) - 1:,} more" if len(scan.outward_links) > 1 else ""
+            more = f", and {len(scan.outward_links) - 1:,} more" if len(scan.outward_links) > 1 else ""
             verb = "leads" if len(scan.outward_links) == 1 else "lead"
             links = f"{count_noun(len(scan.outward_links), 'symbolic link')} that {verb} out of the folder"
-            self.note(f"followed {links}: {link} to {target}{others}")
+            self.note(f"followed {links}: {link} to {target}{more}")
         if (omitted := scan.describe_omitted()) is not None:
             self.note(omitted)
         return scan
@@ -300,7 +300,7 @@ class ReadingBuilder:
             pa.array(np.full(num_rows, self._sources.setdefault(source, len(self._sources)), np.int32)),
             *(pa.nulls(num_rows, kind) for kind in self._labels.values()),
         ]
-        self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
+        self._bulk_batches.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
         self._num_bulk_rows += num_rows
         self._num_rows_used[file] += num_rows
         if self._num_bulk_rows >= ROWS_PER_CHUNK:
@@ -339,12 +339,12 @@ class ReadingBuilder:
             row: Index of a row in the file. The rejected row has the index from the first call.
         """
         key = (source_id, str(file), reason, detail)
-        num_lost, first_row = self._lost.get(key, (0, row))
-        self._lost[key] = (num_lost + num_captions, first_row)
+        num_lost, first_row = self._lost_captions.get(key, (0, row))
+        self._lost_captions[key] = (num_lost + num_captions, first_row)
 
     def build(self) -> Reading:
         """Return everything that has been added."""
-        for (source_id, file, reason, detail), (num_lost, row) in self._lost.items():
+        for (source_id, file, reason, detail), (num_lost, row) in self._lost_captions.items():
             self.reject(reason, file=file, row=row, source_id=source_id, detail=f"{detail}; captions lost: {num_lost}")
         self._gather_bulk()
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
@@ -376,16 +376,16 @@ class ReadingBuilder:
             videos=videos,
             captions=captions,
             rejected=self._rejected.table(),
-            num_captions_lost=sum(num_lost for num_lost, _ in self._lost.values()),
+            num_captions_lost=sum(num_lost for num_lost, _ in self._lost_captions.values()),
             num_rows_used={escape_unencodable(str(file)): count for file, count in self._num_rows_used.items()},
             example_file=self._example_file,
             notes=tuple(self._notes),
         )
 
     def _gather_bulk(self) -> None:
-        if self._bulk:
-            self._captions.chunks.append(pa.concat_batches(self._bulk))
-            self._bulk, self._num_bulk_rows = [], 0
+        if self._bulk_batches:
+            self._captions.chunks.append(pa.concat_batches(self._bulk_batches))
+            self._bulk_batches, self._num_bulk_rows = [], 0
 
 
 def is_encodable(text: str) -> bool:

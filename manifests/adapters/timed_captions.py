@@ -241,7 +241,7 @@ class _Narrations:
 
     def __init__(self, builder: ReadingBuilder) -> None:
         self._builder = builder
-        self._first: dict[str, tuple[tuple[str | None, ...], str, Path]] = {}
+        self._first_narrations: dict[str, tuple[tuple[str | None, ...], str, Path]] = {}
         self.num_repeated = 0
 
     def is_new(self, row: Row, *, path: Path, split: str) -> bool:
@@ -255,7 +255,7 @@ class _Narrations:
         if not narration_id:
             return True
         content = tuple(row.values.get(name) for name in _CONTENT)
-        first_content, first_split, first_path = self._first.setdefault(narration_id, (content, split, path))
+        first_content, first_split, first_path = self._first_narrations.setdefault(narration_id, (content, split, path))
         if first_content is content:
             return True
         if first_content != content:

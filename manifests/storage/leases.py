@@ -326,7 +326,7 @@ class HeldLeases:
         self._objects = objects
         self._guards: list[Callable[[], None]] = []  # functions that raise LeaseLost
         self.fences: list[tuple[str, str]] = []
-        self._fenced: set[tuple[str, str]] = set()
+        self._fenced_leases: set[tuple[str, str]] = set()
 
     @contextmanager
     def hold(self, lease: Lease) -> Iterator[None]:
@@ -348,8 +348,8 @@ class HeldLeases:
 
     def fence(self, key: str, token: str) -> None:
         """Before each attempt to write, check that the command of this worker still holds a lease."""
-        if (key, token) not in self._fenced:
-            self._fenced.add((key, token))
+        if (key, token) not in self._fenced_leases:
+            self._fenced_leases.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)
 
     def require(self) -> None:

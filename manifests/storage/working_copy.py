@@ -87,16 +87,16 @@ def partition_objects(objects: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectIn
     folders = {parent for key in infos for parent in parents_of(key)}
     # If an object and a folder have the same name, the object has a local file only if it belongs to the data format.
     files = {key for key in folders & infos.keys() if infos[key].size_bytes and is_format_name(key)}
-    mirrored, foreign = {}, set()
+    mirrored_infos, foreign_keys = {}, set()
     for key, info in infos.items():
         if not info.size_bytes and (key in folders or not is_format_name(key)):
             continue
         is_hidden = (key in folders and key not in files) or (files and not files.isdisjoint(parents_of(key)))
         if is_hidden or max(map(len, key.encode().split(b"/"))) > _MAX_NAME_BYTES:
-            foreign.add(key)
+            foreign_keys.add(key)
         else:
-            mirrored[key] = info
-    return mirrored, foreign
+            mirrored_infos[key] = info
+    return mirrored_infos, foreign_keys
 
 
 def parents_of(key: str) -> Iterator[str]:
@@ -194,10 +194,10 @@ class WorkingCopy:
         self.url, self.folder, self._is_small = url, folder, is_small
         self.objects: Objects = open_objects(url)
         self._listing: dict[str, ObjectInfo] | None = None  # last listing, by key; None in a worker
-        self._foreign: set[str] = set()  # keys of objects that cannot have a local file
+        self._foreign_keys: set[str] = set()  # keys of objects that cannot have a local file
         self.leases = HeldLeases(self.objects)
         self._growing_lock = threading.Lock()
-        self._uploaded: dict[Path, tuple[int, int]] = {}  # size and time of each growing file at its last upload
+        self._uploaded_states: dict[Path, tuple[int, int]] = {}  # size and time of each growing file at its last upload
 
     # Reading
 
@@ -228,15 +228,15 @@ class WorkingCopy:
     def foreign_keys(self) -> list[str]:
         """Return the keys of all objects that cannot have a local file."""
         self.ensure_listed()
-        return sorted(self._foreign | self.objects.odd_names)
+        return sorted(self._foreign_keys | self.objects.odd_names)
 
     def refresh(self, folder: Path) -> None:
         self._refresh(self.key_of(folder))
 
     def _refresh(self, prefix: str, *, recursive: bool = True) -> None:
         for is_last in (False, False, True):
-            infos, foreign = partition_objects(self.objects.list(prefix, recursive=recursive))
-            self._foreign |= foreign
+            infos, foreign_keys = partition_objects(self.objects.list(prefix, recursive=recursive))
+            self._foreign_keys |= foreign_keys
             try:
                 self._mirror(infos, prefix, recursive=recursive)
             except FileNotFoundError:  # an object was removed after the listing
@@ -378,7 +378,7 @@ class WorkingCopy:
     def upload_growing(self, path: Path) -> None:
         with self._growing_lock, suppress(FileNotFoundError):
             state = path.stat()
-            if self._uploaded.get(path) == (state.st_size, state.st_mtime_ns):
+            if self._uploaded_states.get(path) == (state.st_size, state.st_mtime_ns):
                 return
             key, content, seen = self.key_of(path), path.read_bytes(), None
             with suppress(FileNotFoundError):
@@ -387,7 +387,7 @@ class WorkingCopy:
             etag = self.objects.write(key, content, only_new=seen is None, replaces=replaces, guard=self.require_locks)
             if self._listing is not None:
                 self._listing[key] = ObjectInfo(key, len(content), etag, time.time())
-            self._uploaded[path] = state.st_size, state.st_mtime_ns
+            self._uploaded_states[path] = state.st_size, state.st_mtime_ns
 
     def move(self, source: Path, target: Path) -> None:
         paths = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]

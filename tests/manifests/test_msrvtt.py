@@ -96,7 +96,7 @@ def test_a_csv_whose_name_has_no_split_is_refused(msrvtt: tuple[Path, Path], tmp
     videos, info = msrvtt
     with pytest.raises(UserError, match=r"list\.csv does not contain the split") as caught:
         read_msrvtt(videos, annotations=[info, make(tmp_path / "list.csv", "video6")])
-    assert "rename it" in str(caught.value.hint)
+    assert "rename the file" in str(caught.value.hint)
 
 
 def test_a_listed_video_that_is_tested_or_has_no_captions_is_rejected(
