@@ -136,12 +136,12 @@ def _draw_boxes(positions: Positions, probability: float, *, seed: int) -> NDArr
 # Jitter and normalisation are one affine map of RGB. Brightness, contrast, saturation and hue are changed as in
 # torchvision's ColorJitter, with two differences:
 #
-# - Hue rotates the chroma plane of YIQ. torchvision rotates hue in HSV, which preserves the maximum of R, G and B, but
-#   is not linear. A rotation in YIQ preserves the grey value, and is linear, so it fits into the matrix.
+# - A change of hue rotates the chroma plane of YIQ. A rotation in HSV, as in torchvision, preserves the maximum of R, G
+#   and B, but is not linear. A rotation in YIQ preserves the grey value and is linear, so it fits into the matrix.
 # - Values are clamped to [0, 1] once, after all changes, instead of after each change. A value that one change moves
 #   beyond white is not lost if the next change moves it back.
 #
-# All four changes preserve or scale the grey value of a pixel, so they commute, and a random order would have no
+# All four changes preserve or scale the grey value of a pixel. They therefore commute, and a random order would have no
 # effect.
 #
 # Gaussian blur consists of two matrix products, along rows and along columns. It uses the kernel of torchvision's

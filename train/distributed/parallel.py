@@ -255,8 +255,8 @@ class ShardedRows(nn.Module):
         self._world = world
         self._mesh: DeviceMesh | None = None
         part = -(-num_rows // world.size)
-        self._first = min(num_rows, world.rank * part)
-        self._num_local = min(num_rows, self._first + part) - self._first
+        self._first_row = min(num_rows, world.rank * part)
+        self._num_local = min(num_rows, self._first_row + part) - self._first_row
         # An additional row stands for all rows of other ranks, so that shapes do not depend on which rows are local.
         self.register_buffer("rows", torch.tensor(start).repeat(self._num_local + 1, 1))
         self.register_state_dict_post_hook(_put_all_rows)
@@ -276,7 +276,7 @@ class ShardedRows(nn.Module):
         self.rows[self._local_indices(ids_B)] = values_BC.to(self.rows.dtype)
 
     def _local_indices(self, ids_B: torch.Tensor) -> torch.Tensor:
-        index_B = ids_B - self._first
+        index_B = ids_B - self._first_row
         return torch.where((index_B >= 0) & (index_B < self._num_local), index_B, self._num_local)
 
     def all_rows(self) -> torch.Tensor:
@@ -299,7 +299,7 @@ class ShardedRows(nn.Module):
         """Return a buffer with this rank's part of `rows`, followed by the additional row."""
         local_rows = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
-            local_rows = rows[self._first : self._first + self._num_local]
+            local_rows = rows[self._first_row : self._first_row + self._num_local]
         return torch.cat([local_rows, self.rows[self._num_local :].to(local_rows)])
 
 

@@ -101,8 +101,10 @@ def examine_host() -> Host:
     limit_bytes = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
     if limit_bytes is not None and (memory_bytes is None or limit_bytes < memory_bytes):
         used_bytes = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
-        free_bytes = min(limit_bytes - used_bytes, limit_bytes if free_bytes is None else free_bytes)
-        memory_bytes = limit_bytes
+        memory_bytes, free_bytes = (
+            limit_bytes,
+            min(limit_bytes - used_bytes, limit_bytes if free_bytes is None else free_bytes),
+        )
     # cgroup v1 stores the two numbers of cpu.max in separate files.
     version_1_quota = " ".join(
         _read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")

@@ -346,7 +346,7 @@ class MetricsLog:
         self._run, self._world, self._num_samples = run, world, num_samples
         self._pending: PendingStep | None = None
         self._is_evaluated = False
-        self._idle_until, self._learns = min(_NUM_IDLE, num_steps), False
+        self._idle_until, self._has_learned = min(_NUM_IDLE, num_steps), False
 
     @property
     def end(self) -> DeviceEvent | None:
@@ -380,8 +380,8 @@ class MetricsLog:
             if not math.isfinite(value):
                 self._pending = None
             require_finite(name, value, pending.batch, step=pending.step, world=self._world, run=self._run)
-        self._learns |= bool(metrics["grad_norm"])
-        if not self._learns and pending.step.number == self._idle_until:
+        self._has_learned |= bool(metrics["grad_norm"])
+        if not self._has_learned and pending.step.number == self._idle_until:
             raise FailedWork(
                 f"the model learns nothing: the loss is {metrics['loss']:.4f}, and the gradients of the first "
                 f"{count_noun(self._idle_until, 'step')} are exactly 0. Either there is nothing to predict (captions "

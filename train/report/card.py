@@ -85,7 +85,7 @@ def _metadata(pipeline: str | None, form: str, results: Sequence[_Result], *, na
         {
             "task": {"type": pipeline or "other", "name": f"{result.table.title} ({result.name})"},
             "dataset": {
-                "name": _private_text(result.table.protocol.get("data", "")),
+                "name": _shorten_paths(result.table.protocol.get("data", "")),
                 "type": "custom",
                 "split": result.split,
             },
@@ -196,9 +196,9 @@ def _table(table: Table) -> str:
 
 def _plain_text(text: str) -> str:
     """Return text for a Markdown table cell or list item: one line without markup or paths of this machine."""
-    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _private_text(" ".join(text.split())))
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", _shorten_paths(" ".join(text.split())))
 
 
-def _private_text(text: str) -> str:
+def _shorten_paths(text: str) -> str:
     """Return the text with each absolute path reduced to its last component."""
     return _PATH.sub(lambda match: match[1], text)

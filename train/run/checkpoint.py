@@ -387,8 +387,11 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 def removal_hint(path: Path) -> str:
     """Return a hint to remove an unusable checkpoint. The hint also says which checkpoint is used instead."""
     step = checkpoint_step(path)
-    checkpoints = all_checkpoints(path.parent).items()
-    earlier = [checkpoint for other_step, checkpoint in checkpoints if step is not None and other_step < step]
+    earlier = [
+        checkpoint
+        for other_step, checkpoint in all_checkpoints(path.parent).items()
+        if step is not None and other_step < step
+    ]
     if not earlier:
         return "remove this checkpoint; training then restarts at step 0, because there is no earlier checkpoint"
     return f"remove this checkpoint; {earlier[-1].name} is then used instead"

@@ -145,7 +145,7 @@ class EpochLoss:
     """
 
     def __init__(self, lines: Iterable[dict[str, Any]] = ()) -> None:
-        self._sum, self._num = 0.0, 0
+        self._sum, self._num_lines = 0.0, 0
         for line in lines:
             self.complete(line)
 
@@ -153,22 +153,22 @@ class EpochLoss:
         """Return the line of the next step, with `epoch_loss` if the integer part of its `epoch` has increased."""
         if "epoch" not in line:
             return line
-        self._sum, self._num = self._sum + line["loss"], self._num + 1
+        self._sum, self._num_lines = self._sum + line["loss"], self._num_lines + 1
         previous_epoch = line["epoch"] * (line["step"] - 1) / line["step"]
         if math.floor(previous_epoch + _ROUNDING) == math.floor(line["epoch"] + _ROUNDING):
             return line
-        mean, self._sum, self._num = self._sum / self._num, 0.0, 0
+        mean, self._sum, self._num_lines = self._sum / self._num_lines, 0.0, 0
         return {**line, "epoch_loss": mean}
 
 
 class Trackers:
     """Group of trackers. They are closed in reverse order."""
 
-    def __init__(self, trackers: Sequence[Tracker], epochs: EpochLoss | None = None) -> None:
-        self._trackers, self._epochs = trackers, epochs or EpochLoss()
+    def __init__(self, trackers: Sequence[Tracker], epoch_loss: EpochLoss | None = None) -> None:
+        self._trackers, self._epoch_loss = trackers, epoch_loss or EpochLoss()
 
     def log(self, line: dict[str, Any]) -> None:
-        line = self._epochs.complete(line)
+        line = self._epoch_loss.complete(line)
         for tracker in self._trackers:
             tracker.log(line)
 
