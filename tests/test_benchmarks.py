@@ -175,6 +175,7 @@ def test_a_decoder_that_is_not_installed_leaves_its_row_and_its_figures_empty(tm
     assert (ours["clips/CPU s"], ours["wrong frames"], ours["/ decord"]) == (50.0, "0 of 4", None)
 
 
+@pytest.mark.nightly
 def test_a_decoder_that_delivers_the_frame_beside_the_one_asked_for_is_caught(tmp_path: Path) -> None:
     import av
 

@@ -149,6 +149,7 @@ def test_of_several_ranks_the_first_serves(taken_port: int, monkeypatch: pytest.
         pass
 
 
+@pytest.mark.nightly
 def test_a_killed_process_frees_the_port(data: Path) -> None:
     with closing(socket.create_server(("0.0.0.0", 0))) as server:
         port = server.getsockname()[1]

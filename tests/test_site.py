@@ -31,6 +31,7 @@ def test_every_document_has_a_place_in_the_navigation() -> None:
     assert documents <= set(placed), "add it to a section in scripts/site/build.py"
 
 
+@pytest.mark.nightly
 def test_every_command_has_a_page_with_all_of_its_flags() -> None:
     pages = build.reference_pages()
     for app, program in ((prep, "prep"), (train, "train")):

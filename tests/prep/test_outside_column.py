@@ -88,6 +88,7 @@ def half_written(data: Path) -> list[str]:
     return [name for name in names if name.startswith(".tmp-") and name.endswith(".tar")]
 
 
+@pytest.mark.nightly
 def test_a_killed_run_is_finished_by_the_next_with_the_same_bytes(
     plugin_environment: dict[str, str], tmp_path: Path, shard_set: ShardSet
 ) -> None:

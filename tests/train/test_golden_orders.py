@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from clipmill import open_clips, open_latents
+from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.images.tars import write_tar, write_tars
 from tests.train.latents.columns import write_columns
@@ -25,6 +26,7 @@ GOLDEN = Path(__file__).with_name("golden_orders.json")
 _VIDEOS = dict.fromkeys("abcdef", "train")
 _SMALL: dict[str, Any] = {"batch": 2, "num_frames": 2, "size_px": 32, "workers": 2, "seed": 5}
 _NUM_EPOCHS = 3
+EVERY_DAY = ("captions", "stream", "mixture", "latents")
 _Open = Callable[..., Any]
 
 
@@ -120,7 +122,10 @@ def kinds_of_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[_
     return producers(tmp_path_factory.mktemp("orders"))
 
 
-@pytest.mark.parametrize("name", cast(dict[str, Any], json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else {}))
+KINDS = cast(dict[str, Any], json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else dict.fromkeys(EVERY_DAY))
+
+
+@pytest.mark.parametrize("name", nightly_beyond(EVERY_DAY, KINDS))
 def test_a_kind_of_data_has_its_golden_order(kinds_of_data: dict[str, tuple[_Open, dict[str, Any]]], name: str) -> None:
     values, golden = record_orders(*kinds_of_data[name]), json.loads(GOLDEN.read_bytes())[name]
     # A different version of OpenCV may round pixels differently, but a different crop or frame changes a mean by more.

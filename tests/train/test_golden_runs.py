@@ -10,6 +10,7 @@ from pathlib import Path
 import cv2
 import pytest
 
+from tests.tiers import nightly_beyond
 from tests.train.classify.moving import write_moving
 from tests.train.running import losses, train
 
@@ -29,7 +30,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", nightly_beyond(["infonce", "mae", "fine-tuning"], RUNS))
 def test_a_run_has_its_golden_losses(data_dir: Path, tmp_path: Path, name: str) -> None:
     if name == "fine-tuning":
         if not cv2.ipp.useIPP():

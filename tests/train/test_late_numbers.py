@@ -91,7 +91,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 @pytest.mark.parametrize("at", nightly_beyond([1, 4], [1, 3, 4, 12]))
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", nightly_beyond([4], [1, 4]))
 def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_run: RunFolder, fault: Fault, at: int, every: int
 ) -> None:

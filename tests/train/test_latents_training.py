@@ -47,6 +47,7 @@ def test_a_run_has_no_text_tower_and_needs_no_chunks(columns: Path, tmp_path: Pa
     assert not (columns / "video").exists()
 
 
+@pytest.mark.nightly
 def test_latents_train_a_text_tower_too_without_a_column_of_text(
     columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,6 +303,7 @@ def test_a_group_is_loaded_together_and_stays_together() -> None:
         assert sorted(visited[20 * epoch : 20 * epoch + 20]) == list(range(20))
 
 
+@pytest.mark.nightly
 def test_memory_stays_as_it_is_over_forty_thousand_samples() -> None:
     """Anonymous memory after 10,000 and 40,000 samples differs by less than the memory of 2,000 samples."""
 

@@ -189,6 +189,7 @@ def test_a_published_preset_trains_on_the_files_of_its_data_set(data_of: Make, t
     assert bool(evaluated) == (EVERY[0] in flags)
 
 
+@pytest.mark.nightly
 def test_the_official_files_of_multi_instance_retrieval_are_scored(
     data_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

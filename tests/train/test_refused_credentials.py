@@ -41,6 +41,7 @@ def test_credentials_that_expire_end_a_run_at_once_with_a_checkpoint(
     assert read_lines(RunFolder(out).failures) == []
 
 
+@pytest.mark.nightly
 def test_credentials_that_expire_in_an_evaluation_leave_a_checkpoint_too(
     tmp_path: Path, bucket: str, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:

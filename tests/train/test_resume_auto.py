@@ -38,7 +38,7 @@ def line(command: str, data_dir: Path, out: Path, *more: object) -> list[str]:
 KILLED_AT = dict.fromkeys(COMMANDS, (30,)) | {"dual-encoder": (1, 2, 6, 20)}
 
 
-@pytest.mark.parametrize("command", nightly_beyond(["dual-encoder", "classify"], COMMANDS))
+@pytest.mark.parametrize("command", nightly_beyond(["dual-encoder"], COMMANDS))
 def test_one_command_line_begins_a_run_and_goes_on_with_it_however_it_was_killed(
     moving: Path, tmp_path: Path, command: str
 ) -> None:

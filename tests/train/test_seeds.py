@@ -13,6 +13,7 @@ from clipmill.prep import cli as prep_cli
 from clipmill.train import cli as train_cli
 from clipmill.train.commands.training import parse
 from tests.conftest import ROOT
+from tests.tiers import nightly_beyond
 from tests.train.latents.written import Chunk, write_all
 from tests.train.running import train
 from tests.train.tiny_data import Caption
@@ -85,7 +86,7 @@ OWN = {
 NAMED = ("--init.weights", "--decoder.weights", "--track.wandb", "--out")  # flags whose values do not exist here
 
 
-@pytest.mark.parametrize("task", OWN)
+@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder"], OWN))
 def test_a_training_run_of_the_table_starts_at_tiny_size(
     task: str, data_dir: Path, moving: Path, tmp_path: Path
 ) -> None:

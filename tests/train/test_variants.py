@@ -134,6 +134,7 @@ def test_a_variant_in_a_bucket_is_chosen_by_name(data: Path, s3: S3Server, bucke
     assert variant_of(run) == OTHER
 
 
+@pytest.mark.nightly
 def test_clips_are_embedded_captioned_and_shown_from_the_variant_of_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_caller_in_python_names_a_variant_and_keeps_it_as_long_as_its_batches(
     assert read_variants() == []
 
 
+@pytest.mark.nightly
 def test_a_model_in_python_and_evaluated_data_keep_the_variants_of_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_resuming_with_another_expression_is_refused(
     assert "sample" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_an_evaluation_has_a_condition_of_its_own(
     run: Path, scored_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_an_evaluation_has_a_condition_of_its_own(
     assert "selects none of the 4 chunks of split 'val'" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_embeddings_are_of_the_selected_clips(run: Path, scored_data: Path, tmp_path: Path) -> None:
     words = ["--shards", scored_data, "--split", "train", "--workers", 1, "--device", "cpu", "--clips", "chunks"]
     where = ["--where", "motion > 0.5"]

@@ -215,6 +215,7 @@ def test_advice_on_latents_counts_segments(prep: Prep, shard_set: ShardSet, tmp_
     assert "--bitrate has no effect on latents" in refused
 
 
+@pytest.mark.nightly
 def test_advice_on_a_bucket_is_measured_there(prep: Prep, shard_set: ShardSet, bucket: str, faults: Faults) -> None:
     objects = open_objects(bucket)
     for path in sorted(path for path in shard_set.data.rglob("*") if path.is_file()):

@@ -29,6 +29,7 @@ from clipmill.prep.sources.table import SHARES_FOLDER, FileStates, probe_sources
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from tests.prep.running import wait_until
 from tests.prep.sources.test_readers import leasable, lease
+from tests.tiers import nightly_beyond
 
 __all__ = ["leasable"]
 
@@ -87,7 +88,7 @@ def claim(data: Path, part: str) -> str:
 
 
 @pytest.mark.usefixtures("small_shares")
-@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize("place", nightly_beyond(["disk"], ["disk", "bucket"]))
 def test_parts_read_each_source_once_and_have_the_probes_of_one_command(
     place: str, leasable: Path, paths: pa.ChunkedArray, reads: Counter[str], request: pytest.FixtureRequest
 ) -> None:

@@ -79,7 +79,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         detector(),
         pytest.param(detector(min_scene=1), marks=pytest.mark.nightly),
         pytest.param(detector("adaptive"), marks=pytest.mark.nightly),
-        detector("adaptive", threshold=1.2, min_scene=5),
+        pytest.param(detector("adaptive", threshold=1.2, min_scene=5), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -80,6 +80,7 @@ def finished_set(root: Path) -> Iterator[Set]:
     yield Set(root)
 
 
+@pytest.mark.nightly
 def test_only_an_added_video_is_made(finished_set: Set, write_video: Callable[..., Path]) -> None:
     before, old = finished_set.of_shards(0, 1, 2, 3), finished_set.payloads()
     write_video(finished_set.videos / "_first.mp4", seconds=3)

@@ -83,7 +83,6 @@ EVERY_DAY = (
     "mbcl, evaluated",
     "mae",
     "videomae",
-    "language model, adapted",
     "captions",
 )
 # transformers reads whether a mask or positions have anything to hide, to choose a kernel for attention, and cannot be

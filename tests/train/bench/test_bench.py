@@ -33,7 +33,12 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--decode", "plain", "--samples-per-chunk", "3"], ["--decode", "filter", "--augment.contrast", "0.5"]]
+    "more",
+    [
+        [],
+        pytest.param(["--decode", "plain", "--samples-per-chunk", "3"], marks=pytest.mark.nightly),
+        ["--decode", "filter", "--augment.contrast", "0.5"],
+    ],
 )
 def test_every_link_has_a_rate_and_the_slowest_is_named(
     bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str], more: list[str]

@@ -108,6 +108,7 @@ def test_parts_of_a_batch_change_nothing_of_the_recipe(moving: Path, tmp_path: P
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_change_that_is_newer_than_the_tables_counts(many: Path, remote: Objec
     assert len(open_set(remote.url, tmp_path)) == NUM_SHARDS
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_costs_the_records_and_indexes_that_it_has_added(
     many: Path, remote: Objects, faults: Faults, tmp_path: Path
 ) -> None:

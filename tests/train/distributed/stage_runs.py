@@ -265,12 +265,14 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
 
 
 def run_further_stages(folder: Path) -> None:
-    """Run one rank of two or four, with a schedule and a strategy that `run_stages` omits."""
+    """Run one rank of two, three or four, with schedules, a strategy and models that `run_stages` omits."""
     torch.set_num_threads(1)
     with open_world(device_type="cpu") as launched:
         if launched.size == 2:
             parallel = ParallelSettings(stages=2, schedule="gpipe", partition="6,3")
             train_stages(chosen_of(folder / "2-gpipe", parallel=parallel), launched.cut(2))
+        elif launched.size == 3:
+            _on_three(folder, launched.cut(3))
         else:
             pairs = ParallelSettings(stages=2, strategy="ddp", partition="6,3")
             resumed = begin_from(folder / "resumed-2x2-ddp", folder / "one", launched)
@@ -278,12 +280,10 @@ def run_further_stages(folder: Path) -> None:
 
 
 def run_stages(folder: Path) -> None:
-    """Run one rank of two, three or four."""
+    """Run one rank of two or four."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
         if launched.size == 2:
             _on_two(folder, launched.cut(2))
-        elif launched.size == 3:
-            _on_three(folder, launched.cut(3))
         else:
             _on_four(folder, launched.cut(4), launched.cut(2))

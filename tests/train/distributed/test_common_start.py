@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from clipmill.shards.commits import read_commit, write_commit
 from clipmill.train.distributed.launch import difference
 from clipmill.train.engine.rank_consistency import launch_facts
@@ -85,6 +87,7 @@ def test_ranks_train_on_copies_of_a_folder_and_not_on_other_data(columns: Path, 
         assert status == 2 and "missing" in error and "Traceback" not in error
 
 
+@pytest.mark.nightly
 def test_ranks_evaluate_copies_of_a_folder_and_not_other_data(columns: Path, tmp_path: Path) -> None:
     copied, other, out = tmp_path / "copied", tmp_path / "other", tmp_path / "run"
     shutil.copytree(columns, copied)

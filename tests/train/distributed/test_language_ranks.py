@@ -14,6 +14,7 @@ LM = "--decoder.visual-tokens 4 --decoder.max-tokens 16 --lora.rank 2 --lora.tow
 EVALUATION = "--evaluate.every 2 --evaluate.split train --evaluate.max-samples 4"
 
 
+@pytest.mark.nightly
 def test_two_ranks_of_fsdp_give_the_losses_of_one_process(data_dir: Path, tmp_path: Path) -> None:
     folder = save_language_model(tmp_path / "qwen3", "qwen3", texts=["it begins", "the middle of a", "the end of b"])
     words = ["caption", "--shards", str(data_dir), "--decoder.lm", str(folder)]

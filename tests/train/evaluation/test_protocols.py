@@ -181,6 +181,7 @@ def open_model(run: Path, data: Path) -> tuple[OpenedRun, torch.nn.Module]:
     return opened_run, opened_run.trained.fill(opened_run.task.build_model(opened_run.task.samples("test", World())))
 
 
+@pytest.mark.nightly
 def test_paragraphs_are_sentences_in_order_of_time_and_whole_videos(
     run: Path, paragraphs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +201,7 @@ def test_paragraphs_are_sentences_in_order_of_time_and_whole_videos(
     assert result["protocol_name"] == "paragraph" and result["text_to_video"]["num_queries"] == 6  # type: ignore[index]
 
 
+@pytest.mark.nightly
 def test_vatex_from_a_data_folder_is_named_incomplete(
     run: Path, vatex: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,7 @@ def same(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in OF_THE_NAME}
 
 
-@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder", "classify"], EVALUATIONS))
+@pytest.mark.parametrize("task", nightly_beyond(["dual-encoder"], EVALUATIONS))
 def test_scores_of_a_run_and_of_its_exports_are_equal_to_the_digit(
     runs: dict[str, Path],
     exports: dict[tuple[str, str], Path],

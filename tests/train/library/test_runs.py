@@ -136,6 +136,7 @@ def test_parts_are_frozen_and_a_resnet_keeps_its_statistics(data_dir: Path, mode
     assert "open_clip" in (tmp_path / "continued" / "settings.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_towers_of_timm_and_of_transformers_go_back_to_their_libraries(data_dir: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     save_hf(hf, "clip")

@@ -116,6 +116,7 @@ def _number(reason: str, reasons: dict[str, int]) -> int:
     return reasons.setdefault(reason, len(reasons) + 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("complete_tiny")
 def test_the_documentation_has_the_kernel_of_every_preset_on_every_gpu(repository: Path) -> None:
     pytest.importorskip("xformers.ops")

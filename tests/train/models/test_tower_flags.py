@@ -41,6 +41,7 @@ def test_flags_of_the_towers_reach_the_run_and_its_evaluation(data_dir: Path, tm
     assert train("eval", "retrieval", tmp_path / "packed", "--shards", data_dir) == 0
 
 
+@pytest.mark.nightly
 def test_weights_of_another_size_start_with_the_flags_that_the_refusal_names(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

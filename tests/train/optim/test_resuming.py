@@ -10,12 +10,16 @@ from clipmill.manifests.errors import FailedWork
 from clipmill.train.config.training import OptimizerSettings
 from clipmill.train.run.folder import read_lines
 from clipmill.train.run.tracking import Progress
+from tests.tiers import nightly_beyond
 from tests.train.plane import assert_same, settings, train_plane
 from tests.train.running import losses, weights_of
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("adamw", "fp16"), ("lamb", "bf16"), ("lion", "fp32"), ("sgd", "fp16")]
+    ("name", "precision"),
+    nightly_beyond(
+        [("adamw", "fp16"), ("lamb", "bf16")], [("adamw", "fp16"), ("lamb", "bf16"), ("lion", "fp32"), ("sgd", "fp16")]
+    ),
 )
 def test_a_run_goes_on_with_moments_averages_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, precision: str

@@ -89,6 +89,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
     assert "Probes of frozen features" in page and "verb, k-NN, random" in page
 
 
+@pytest.mark.nightly
 def test_towers_of_every_task_are_probed(moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     latents = ("--input", "latents", "--segment", "1s")
     runs: dict[str, tuple[Any, ...]] = {

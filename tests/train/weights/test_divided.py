@@ -24,6 +24,7 @@ from tests.train.weights.test_avion import (
     training_checkpoint,
 )
 
+SHORT = ("dual-encoder", *TINY, "--lr", "1e-3", "--steps", 2, "--checkpoint-every", 1)
 DIVIDED = ("--towers.attention", "divided")
 OLD, NEW = "attn.in_proj_weight", "temporal_attn.in_proj_weight"
 
@@ -32,11 +33,9 @@ def changes(out: Path) -> set[str]:
     return {change["why"].partition(":")[0] for change in facts(out)["weights"]["changes"]}
 
 
-def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    joint, divided, again, theirs = (tmp_path / name for name in ("joint", "divided", "again", "theirs"))
-    some = ("dual-encoder", *TINY, "--lr", "1e-3", "--steps", 2, "--checkpoint-every", 1, "--shards", data_dir)
+def test_it_starts_from_images_and_is_resumed(data_dir: Path, tmp_path: Path) -> None:
+    joint, divided = tmp_path / "joint", tmp_path / "divided"
+    some = (*SHORT, "--shards", data_dir)
     assert train(*some, "--out", joint) == 0
     assert train(*some, *DIVIDED, "--init.weights", joint, "--microbatch", 2, "--out", divided) == 0
     assert changes(divided) == {"--towers.attention divided"}
@@ -46,6 +45,15 @@ def test_it_starts_from_images_from_its_own_weights_and_from_lavilas(
     assert train("dual-encoder", "--resume", "--out", resumed) == 0
     assert losses(resumed) == losses(divided)
     assert train("eval", "retrieval", divided, "--json") == 0
+
+
+@pytest.mark.nightly
+def test_it_starts_from_its_own_weights_and_from_lavilas(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    divided, again, theirs = (tmp_path / name for name in ("divided", "again", "theirs"))
+    some, block = (*SHORT, "--shards", data_dir), "video.transformer.resblocks.1."
+    assert train(*some, *DIVIDED, "--out", divided) == 0
 
     # The setting is divided because the weights are.
     assert train(*some, "--init.weights", divided, *LORA, "--out", again) == 0

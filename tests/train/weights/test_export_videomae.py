@@ -168,6 +168,7 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
     assert torch.allclose(weights_of(again)["fc_norm.weight"], weights["fc_norm.weight"], atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_latents_have_a_place_in_transformers_format(
     data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

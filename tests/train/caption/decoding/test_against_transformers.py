@@ -13,6 +13,7 @@ from clipmill.train.models.captioner import Captioner, TextCache
 from clipmill.train.tasks.caption.decoding import generate_captions
 from clipmill.train.tasks.caption.spec import DecodingSettings
 from clipmill.train.tasks.caption.stages import CaptionerPart, all_layers
+from tests.tiers import nightly_beyond
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 
 NUM_CLIPS, MAX_TOKENS = 6, 12
@@ -83,19 +84,18 @@ def test_greedy_captions(both_captioners: tuple[Any, Captioner], prompt_length: 
 
 
 PENALTIES = (0.0, 1.0, 2.0, -1.0)
-# Five beams are tested with all rules for ending, two beams with the default rule.
+# Cases of `make test`: number of beams, length of the prompt and least number of tokens; penalty; early stopping.
 BEAMS = [
-    *product([(5, 3, 3)], PENALTIES, [False, True]),
+    *product([(5, 3, 3)], PENALTIES, [False]),
+    ((5, 3, 3), 1.0, True),
     ((2, 1, 0), 1.0, False),
-    *(
-        pytest.param((2, 1, 0), penalty, ends_early, marks=pytest.mark.nightly)
-        for penalty, ends_early in product(PENALTIES, [False, True])
-        if (penalty, ends_early) != (1.0, False)
-    ),
 ]
 
 
-@pytest.mark.parametrize(("beams", "length_penalty", "early_stopping"), BEAMS)
+@pytest.mark.parametrize(
+    ("beams", "length_penalty", "early_stopping"),
+    nightly_beyond(BEAMS, product([(5, 3, 3), (2, 1, 0)], PENALTIES, [False, True])),
+)
 def test_captions_of_a_beam_search(
     both_captioners: tuple[Any, Captioner], beams: tuple[int, int, int], length_penalty: float, early_stopping: bool
 ) -> None:
