@@ -48,9 +48,9 @@ CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
 # Runs that train a part of a model, or a masked autoencoder: first those for `run_ranks`, then those for
 # `run_further_parts`.
-PARTS = ("adapted-fsdp", "locked-ddp", "masked-fsdp")
+PARTS = ("adapted-zero1", "locked-ddp", "masked-fsdp")
 FURTHER_PARTS = (
-    *("adapted-ddp", "adapted-zero1", "locked-zero1"),
+    *("adapted-ddp", "adapted-fsdp", "locked-zero1"),
     *("locked-fsdp", "masked-ddp", "masked-zero1"),
 )
 FAILING = (3, 11)
@@ -209,7 +209,7 @@ def spread_over(strategy: Strategy) -> dict[str, Any]:
 
 
 def train_parts(folder: Path, data_dir: Path, source: Path, world: World, *, names: Sequence[str]) -> None:
-    """Run each name of `names`, such as `adapted-fsdp`: part of a model or a masked autoencoder, and a strategy."""
+    """Run each name of `names`, such as `adapted-zero1`: part of a model or a masked autoencoder, and a strategy."""
     for name in names:
         kind, _, strategy = name.partition("-")
         out, parallel = folder / name, spread_over(cast(Strategy, strategy))

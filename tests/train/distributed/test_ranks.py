@@ -68,7 +68,7 @@ def test_two_ranks_go_on_with_what_one_process_began(runs: Runs, strategy: str) 
 
 
 @pytest.mark.parametrize(
-    "name", [f"plane-{strategy}" for strategy in STRATEGIES] + ["towers-fsdp", "towers-zero1", "adapted-fsdp"]
+    "name", [f"plane-{strategy}" for strategy in STRATEGIES] + ["towers-fsdp", "towers-zero1", "adapted-zero1"]
 )
 def test_one_process_goes_on_with_what_two_ranks_began(runs: Runs, tmp_path: Path, name: str) -> None:
     out = tmp_path / name
@@ -107,7 +107,7 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
 
 
 def test_only_what_is_trained_has_optimizer_state_and_an_average(runs: Runs) -> None:
-    for out in (runs.one / "adapted", runs.two / "adapted-fsdp"):
+    for out in (runs.one / "adapted", runs.two / "adapted-zero1"):
         path = latest_checkpoint(out / "checkpoints")
         assert path is not None
         names = [name for name in read_table(path) if not name.startswith(("objective.", "optimizer.objective."))]
