@@ -97,7 +97,7 @@ class Load:
 
     @cached_property
     def ways(self) -> dict[str, float]:
-        """Bytes per clip, by way of reading a clip."""
+        """Bytes per clip for each way in which a clip can be read."""
         return {WHOLE_CHUNKS: self.video_bytes_per_s * self.chunk_s, **self.clip_bytes}
 
     def headroom(self, way: str) -> float:
@@ -163,7 +163,7 @@ class Bucket:
         yield (
             f"in flight     {values['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
             f"{values['requests_in_flight']:.1f} (Little's law), {per_gpu:.1f} per GPU; a train process has up to "
-            f"{READERS}: {'enough' if per_gpu <= READERS else 'not enough, use a closer bucket or more processes'}"
+            f"{READERS}: {'enough' if per_gpu <= READERS else 'not enough; use a closer bucket or more processes'}"
         )
         yield (
             f"cost          {values['requests_per_epoch']:,.0f} requests per epoch of "
@@ -236,7 +236,7 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
             )
             verdict = f"fine, {headroom:.1f} times as much is delivered{condition}"
         elif load.is_total or headroom * load.num_nodes < 1:
-            verdict = f"too much, reading takes {1 / headroom:.1f} times as long as the step"
+            verdict = f"too much; reading takes {1 / headroom:.1f} times as long as the step"
         else:
             required_speed = size_text(load.clips_per_s * clip_bytes)
             verdict = f"fine only if {nodes} together get {required_speed}/s: pass their speed with --read-speed"
@@ -270,7 +270,7 @@ class Column:
         clips: Description of the clips or segments over which the means are taken.
         set_bytes: Total size of the tars in bytes.
         num_shards: Number of shards in the variant.
-        sampled_shards: Sample of these shards.
+        sampled_shards: Sample of the shards.
         reads: Reads of clips or chunks in the sampled shards.
     """
 

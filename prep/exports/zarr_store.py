@@ -89,7 +89,7 @@ class _Segments:
         frame: First latent frame of each segment in its chunk, int64 [S].
         video: Row of each segment's video in `embeddings`, int64 [S].
         embeddings: Text embedding of each video, float16 [V, D].
-        left_out: Reason -> number of segments, or of ends of chunks, that were omitted for this reason.
+        left_out: Reason -> number of segments, or of chunk ends, that were omitted for this reason.
     """
 
     shape: tuple[int, ...]

@@ -57,7 +57,7 @@ class Chunks:
         video: Video of each chunk, as an index into `video_ids`, in ascending order.
         start_ms: Start of each chunk in its video.
         duration_s: Duration of each chunk.
-        size_bytes: Size of the MP4 file of each chunk or, in an index of sources, of its packets.
+        size_bytes: Size of the MP4 file of each chunk or, for an indexed chunk, of its packets.
         split: Split of each chunk, as an index into `splits`.
         shard: Shard ID of each chunk.
         row: Row of each chunk in the index of its shard.
@@ -78,9 +78,9 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.video)
 
-    def key(self, number: int) -> str:
-        """Return the key of a chunk."""
-        return chunk_key(self.video_ids[int(self.video[number])].as_py(), int(self.start_ms[number]))
+    def key(self, index: int) -> str:
+        """Return the key of the chunk at an index."""
+        return chunk_key(self.video_ids[int(self.video[index])].as_py(), int(self.start_ms[index]))
 
     def take(self, rows: NDArray[np.integer] | NDArray[np.bool_]) -> "Chunks":
         """Return the chunks that `rows`, an array of indices or a mask, selects."""
@@ -242,9 +242,9 @@ class ChunkScores:
     table: pa.Table
     rows: NDArray[np.int64]
 
-    def values(self, number: int) -> dict[str, float]:
-        """Return the known scores of a chunk."""
-        row = int(self.rows[number])
+    def values(self, index: int) -> dict[str, float]:
+        """Return the known scores of the chunk at an index."""
+        row = int(self.rows[index])
         values = {name: self.table[name][row].as_py() for name in BRIEF_SCORES} if row >= 0 else {}
         return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -272,35 +272,35 @@ def scores_of(chunks: Chunks, data_dir: Path) -> ChunkScores | None:
 
 
 def model_captions_of(chunks: Chunks, data_dir: Path) -> dict[int, str]:
-    """Return the generated captions from the column `captions`, by chunk number.
+    """Return the generated captions from the column `captions`, by row of the chunk in `chunks`.
 
     Raises:
         UserError: The captions cannot be used.
     """
     table, _ = stored_rows(data_dir, CAPTIONS, ["caption_text"])
     rows = find_chunks(table, video_ids=chunks.video_ids, video_row=chunks.video, start_ms=chunks.start_ms)
-    numbers = np.flatnonzero(rows >= 0)
-    texts = table["caption_text"].take(pa.array(rows[numbers])).to_pylist()
-    return dict(zip(numbers.tolist(), texts, strict=True))
+    chunk_rows = np.flatnonzero(rows >= 0)
+    texts = table["caption_text"].take(pa.array(rows[chunk_rows])).to_pylist()
+    return dict(zip(chunk_rows.tolist(), texts, strict=True))
 
 
-def labels_of(chunks: Chunks, numbers: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return the names and values of the labels on captions that overlap the chunks in `numbers`, by chunk number.
+def labels_of(chunks: Chunks, chunk_rows: NDArray[np.int64], data_dir: Path) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Return the names and values of the labels on captions that overlap the chunks in `chunk_rows`, by row.
 
     Raises:
         UserError: The manifest is missing or damaged.
     """
     label_rows = read_label_rows(data_dir)
-    begin_s = chunks.start_ms[numbers] / 1000
-    spans = Spans(chunks.video[numbers], begin_s, begin_s + chunks.duration_s[numbers])
+    begin_s = chunks.start_ms[chunk_rows] / 1000
+    spans = Spans(chunks.video[chunk_rows], begin_s, begin_s + chunks.duration_s[chunk_rows])
     part, caption = match_labels(label_rows, spans, video_ids=chunks.video_ids, must_cover=False)
     names = [name for name in label_rows.column_names if name.startswith(LABEL_PREFIX)]
     labels_by_chunk: dict[int, dict[tuple[str, str], None]] = {}
-    for row, number in zip(caption.tolist(), numbers[part].tolist(), strict=True):
+    for row, chunk_row in zip(caption.tolist(), chunk_rows[part].tolist(), strict=True):
         for name in names if row >= 0 else ():
             if (value := label_rows[name][row].as_py()) is not None:
-                labels_by_chunk.setdefault(number, {})[name.removeprefix(LABEL_PREFIX), value] = None
-    return {number: tuple(labels) for number, labels in labels_by_chunk.items()}
+                labels_by_chunk.setdefault(chunk_row, {})[name.removeprefix(LABEL_PREFIX), value] = None
+    return {chunk_row: tuple(labels) for chunk_row, labels in labels_by_chunk.items()}
 
 
 def count_captions(chunks: Chunks, data_dir: Path) -> NDArray[np.int64]:

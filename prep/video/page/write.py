@@ -297,22 +297,22 @@ def _cards(
     is_remote = mirror_of(data_dir) is not None
     num_threads = _BUCKET_THREADS if is_remote else len(os.sched_getaffinity(0))
 
-    def make_card(number: int) -> Card:
-        shard_id, row = int(chunks.shard[number]), int(chunks.row[number])
-        video_id = chunks.video_ids[int(chunks.video[number])].as_py()
-        begin_s = float(chunks.start_ms[number]) / 1000
+    def make_card(chunk_row: int) -> Card:
+        shard_id, row = int(chunks.shard[chunk_row]), int(chunks.row[chunk_row])
+        video_id = chunks.video_ids[int(chunks.video[chunk_row])].as_py()
+        begin_s = float(chunks.start_ms[chunk_row]) / 1000
         card = Card(
-            key=chunks.key(number),
+            key=chunks.key(chunk_row),
             video_id=video_id,
-            split=chunks.splits[int(chunks.split[number])],
+            split=chunks.splits[int(chunks.split[chunk_row])],
             begin_s=begin_s,
-            end_s=begin_s + float(chunks.duration_s[number]),
-            size_bytes=int(chunks.size_bytes[number]),
+            end_s=begin_s + float(chunks.duration_s[chunk_row]),
+            size_bytes=int(chunks.size_bytes[chunk_row]),
             location=f"shard {shard_id:06d}, row {row}",
             path=paths.get(video_id, ""),
-            scores={} if chunk_info.scores is None else chunk_info.scores.values(number),
-            model_caption=chunk_info.model_captions.get(number, ""),
-            labels=chunk_info.labels.get(number, ()),
+            scores={} if chunk_info.scores is None else chunk_info.scores.values(chunk_row),
+            model_caption=chunk_info.model_captions.get(chunk_row, ""),
+            labels=chunk_info.labels.get(chunk_row, ()),
         )
         details = read_details(variant.shard(shard_id), row, plan=plan, folder=folder)
         if "problem" in details:

@@ -64,7 +64,7 @@ def test_the_advice_in_words_follows_the_figures() -> None:
     slow = replace(LOAD, read_bytes_per_s=4e6)
     assert "256 x 1.8 MB = 461 MB" in line_of(LOAD, WHOLE_CHUNKS) and "fine, 1.3 times" in line_of(LOAD, WHOLE_CHUNKS)
     assert "chunks may be up to 19.5 s long (AVION, arXiv:2309.16669, equation 3)" in line_of(LOAD, WHOLE_CHUNKS)
-    assert "too much, reading takes 76.8 times as long as the step" in line_of(slow, WHOLE_CHUNKS)
+    assert "too much; reading takes 76.8 times as long as the step" in line_of(slow, WHOLE_CHUNKS)
     assert "fine, 23.4 times" in line_of(LOAD, "packets") and "takes 4.3 times" in line_of(slow, "packets")
     assert "256 x 164 kB" in line_of(LOAD, "latents") and "fine, 14.3 times" in line_of(LOAD, "latents")
     values = advice_values(replace(LOAD, read_bytes_per_s=100e6))
