@@ -51,7 +51,7 @@ _WARM_STEPS = 8
 
 def measure_doctor(setup: Setup) -> Result:
     """Return the findings of `train doctor` about torch, the driver and each attention backend."""
-    found = examine_accelerator(has_gpus=setup.device.type == "cuda")
+    found = examine_accelerator(looks_for_gpus=setup.device.type == "cuda")
     rows: list[dict[str, Any]] = [asdict(tried) for tried in found.tried]
     for row in rows:
         if not row["error"]:
