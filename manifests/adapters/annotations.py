@@ -373,7 +373,7 @@ class Reason(StrEnum):
     MALFORMED_ROW = "malformed_row"  # row that does not have the documented format of the dataset
 
 
-class Unusable(Exception):
+class UnusableRow(Exception):
     """A row of annotations cannot be used.
 
     Attributes:

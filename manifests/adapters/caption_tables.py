@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from clipmill.manifests.adapters.annotations import (
     Reason,
     Row,
-    Unusable,
+    UnusableRow,
     log_probability,
     open_annotations,
     require_file,
@@ -78,7 +78,7 @@ class CaptionRow(NamedTuple):
     group: str | None = None
     view: str | None = None
     labels: Mapping[str, str] = MappingProxyType({})
-    fault: Unusable | None = None
+    fault: UnusableRow | None = None
 
 
 def caption_row(row: Row) -> CaptionRow:
@@ -88,7 +88,7 @@ def caption_row(row: Row) -> CaptionRow:
     name = video if isinstance(video, str) else None
     try:
         if row.fault is not None:
-            raise Unusable(Reason.MALFORMED_ROW, row.fault)
+            raise UnusableRow(Reason.MALFORMED_ROW, row.fault)
         _string(values, "video")
         begin_s, end_s = times_of(values)
         labels = _labels(values)
@@ -97,7 +97,7 @@ def caption_row(row: Row) -> CaptionRow:
         try:
             likelihood = log_probability(values.get("likelihood"))
         except ValueError as error:
-            raise Unusable(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from error
+            raise UnusableRow(Reason.BAD_LIKELIHOOD, f"likelihood is {error}") from error
         if labels and texts in ((None,), ("",)):
             texts, source = (" ".join(labels.values()),), source or CLASS_SOURCE
         return CaptionRow(
@@ -113,7 +113,7 @@ def caption_row(row: Row) -> CaptionRow:
             view=_name(values, "view"),
             labels=labels,
         )
-    except Unusable as fault:
+    except UnusableRow as fault:
         return CaptionRow(row.number, name, fault=fault)
 
 
@@ -121,20 +121,20 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions in a cell.
 
     Raises:
-        Unusable: The value is neither a string nor a list of strings, or begins like a printed list but is not a list.
+        UnusableRow: The value is neither a string nor a list of strings, or only begins like a printed list.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
     texts = value if isinstance(value, list) else [value]
     if not texts:
-        raise Unusable(Reason.EMPTY_CAPTION, "the list of captions is empty")
+        raise UnusableRow(Reason.EMPTY_CAPTION, "the list of captions is empty")
     for text in texts:
         if not isinstance(text, str) and not (text is None and text is value):
-            raise Unusable(
+            raise UnusableRow(
                 Reason.MALFORMED_ROW, f"text is {quote_value(value)}, expected a string or a list of strings"
             )
         if text is not None and not is_encodable(text):
-            raise Unusable(Reason.MALFORMED_ROW, f"text is not valid Unicode: {quote_value(text)}")
+            raise UnusableRow(Reason.MALFORMED_ROW, f"text is not valid Unicode: {quote_value(text)}")
     return tuple(texts)
 
 
@@ -149,7 +149,7 @@ def _parse_list(cell: str) -> list[Any]:
             return [ast.literal_eval(item) for item in re.findall(_STRING, cell, re.DOTALL)]
         except (ValueError, SyntaxError):
             pass
-    raise Unusable(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is not one: {quote_value(cell)}")
+    raise UnusableRow(Reason.MALFORMED_ROW, f"text begins like a list of captions, but is not one: {quote_value(cell)}")
 
 
 def _labels(values: Mapping[str, Any]) -> dict[str, str]:
@@ -160,7 +160,8 @@ def _labels(values: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # pandas writes integers as floats if the column has empty cells
         if not isinstance(value, str | int | float) or not is_encodable(str(value)):
-            raise Unusable(Reason.BAD_LABEL, f"{name} is {quote_value(value)}, expected the name or number of a class")
+            detail = f"{name} is {quote_value(value)}, expected the name or number of a class"
+            raise UnusableRow(Reason.BAD_LABEL, detail)
         label = str(value).strip()
         if label:
             # JSON writes true, Python True, and spreadsheets TRUE for the same class.
@@ -182,7 +183,7 @@ def _name(values: Mapping[str, Any], name: str) -> str | None:
 def _string(values: Mapping[str, Any], name: str) -> str | None:
     value = values.get(name)
     if value is not None and not (isinstance(value, str) and is_encodable(value)):
-        raise Unusable(Reason.MALFORMED_ROW, f"{name} is {quote_value(value)}, expected a string")
+        raise UnusableRow(Reason.MALFORMED_ROW, f"{name} is {quote_value(value)}, expected a string")
     return value
 
 
@@ -211,7 +212,7 @@ class Fault:
 
     row: int
     video: str | None
-    error: Unusable
+    error: UnusableRow
 
 
 @dataclass(frozen=True)

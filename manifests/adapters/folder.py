@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
-from clipmill.manifests.adapters.annotations import Reason, Unusable, find_split, split_of_folders
+from clipmill.manifests.adapters.annotations import Reason, UnusableRow, find_split, split_of_folders
 from clipmill.manifests.adapters.caption_tables import CLASS_SOURCE, CaptionRow, label_columns, read_caption_rows
 from clipmill.manifests.adapters.reading import Origin, Reading, ReadingBuilder
 from clipmill.manifests.adapters.subtitles import SUFFIXES, add_companion_files, note_companion_files
@@ -133,16 +133,16 @@ class _Videos:
         """Return the file that a name in the table refers to, or None if there is no such file.
 
         Raises:
-            Unusable: Several files match, or the name is an invalid URL.
+            UnusableRow: Several files match, or the name is an invalid URL.
         """
         resolved = name
         if self._lists_videos or is_remote(name):
             try:
                 resolved = resolve_url(name.strip(), base=self._base)
             except UserError as error:
-                raise Unusable(Reason.MALFORMED_ROW, str(error)) from None
+                raise UnusableRow(Reason.MALFORMED_ROW, str(error)) from None
             except ValueError as error:
-                raise Unusable(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
+                raise UnusableRow(Reason.MALFORMED_ROW, f"{quote_value(name)}: {error}") from None
         file = _find(resolved, lookup=self._lookup, owners=self._owners)
         if file is None and (file := _find(name, lookup=self._loose_lookup, owners=self._owners)) is not None:
             self.respelled_paths[name] = file.relative
@@ -190,7 +190,7 @@ def _add_captions(
             if row.fault is not None:
                 raise row.fault
             if not name.strip():
-                raise Unusable(Reason.EMPTY_ID, "the row does not identify a video")
+                raise UnusableRow(Reason.EMPTY_ID, "the row does not identify a video")
             if video is None:
                 detail = videos.missing_detail(name) if file is None else "the video was rejected"
                 builder.count_lost_captions(
@@ -199,7 +199,7 @@ def _add_captions(
                 continue
             source = row.source or DEFAULT_SOURCE
             if fault := source_fault(source):
-                raise Unusable(Reason.BAD_SOURCE, fault)
+                raise UnusableRow(Reason.BAD_SOURCE, fault)
             split = _split_of_row(row.split)
             if split is not None and video not in videos_with_split:
                 videos_with_split.add(video)
@@ -207,12 +207,10 @@ def _add_captions(
             has_text = not lists_videos or row.texts not in ((None,), ("",))
             if not has_text and split not in (None, builder.split_of(video)):
                 fault = f"split is {split!r}, but the video is in {builder.split_of(video)!r}, and the row has no text"
-                raise Unusable(Reason.BAD_SPLIT, fault)
-        except Unusable as unusable:
+                raise UnusableRow(Reason.BAD_SPLIT, fault)
+        except UnusableRow as error:
             source_id = (mask_secrets(name) or None) if video is None else builder.source_id_of(video)
-            builder.reject(
-                unusable.reason, file=str(table), row=row.number, source_id=source_id, detail=unusable.detail
-            )
+            builder.reject(error.reason, file=str(table), row=row.number, source_id=source_id, detail=error.detail)
             continue
         if not has_text:
             builder.count_row(table)
@@ -268,17 +266,17 @@ def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, 
     except AmbiguousName as error:
         owner = owners.get(compose_unicode(name.removeprefix("./")))
         if owner is None or any(file.source_id != owner.source_id for file in error.matches):
-            raise Unusable(Reason.AMBIGUOUS_VIDEO, str(error)) from None
+            raise UnusableRow(Reason.AMBIGUOUS_VIDEO, str(error)) from None
         return owner
 
 
 def _split_of_row(value: object) -> str | None:
-    """Return the split in a row, or None if the row has no split. Raise Unusable if the split is invalid."""
+    """Return the split in a row, or None if the row has no split. Raise UnusableRow if the split is invalid."""
     if value is None or value == "":
         return None
     split = find_split(value) if isinstance(value, str) else None
     if split is None:
-        raise Unusable(Reason.BAD_SPLIT, f"split is {quote_value(value)}, expected train, val or test")
+        raise UnusableRow(Reason.BAD_SPLIT, f"split is {quote_value(value)}, expected train, val or test")
     return split
 
 

@@ -30,7 +30,7 @@ from clipmill.manifests.adapters.annotations import (
     TRAIN,
     VAL,
     Reason,
-    Unusable,
+    UnusableRow,
     find_split,
     json_rows,
     open_annotations,
@@ -129,17 +129,17 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     notes: list[str] = []
     info = _open_dataset(directory, notes)
     episodes: dict[int, _Episode] = {}
-    faults: list[tuple[int, Unusable]] = []
+    faults: list[tuple[int, UnusableRow]] = []
     for row, (values, fault) in enumerate(_metadata_rows(info)):
         try:
             if fault is not None:
-                raise Unusable(Reason.MALFORMED_ROW, fault)
+                raise UnusableRow(Reason.MALFORMED_ROW, fault)
             episode = _episode(info, row, values)
             if episode.index in episodes:
-                raise Unusable(Reason.DUPLICATE_ID, f"an earlier row is also {episode.name}")
+                raise UnusableRow(Reason.DUPLICATE_ID, f"an earlier row is also {episode.name}")
             episodes[episode.index] = episode
-        except Unusable as unusable:
-            faults.append((row, unusable))
+        except UnusableRow as error:
+            faults.append((row, error))
     tasks = _tasks_by_time(info, episodes.values(), notes)
     labels = sorted({name for episode in episodes.values() for name in episode.labels})
     builder = ReadingBuilder(dataset, labels=dict.fromkeys(labels, pa.string()))
@@ -387,7 +387,7 @@ def _to_integer(value: object) -> int | None:
 
 
 def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
-    """Parse the metadata of an episode. Raise Unusable if it is malformed."""
+    """Parse the metadata of an episode. Raise UnusableRow if it is malformed."""
     index, length, tasks = (
         _to_integer(values.get("episode_index")),
         _to_integer(values.get("length")),
@@ -395,10 +395,10 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
     )
     if index is None:
         detail = f"episode_index is {quote_value(values.get('episode_index'))}, expected an integer"
-        raise Unusable(Reason.MALFORMED_ROW, detail)
+        raise UnusableRow(Reason.MALFORMED_ROW, detail)
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
-        raise Unusable(Reason.MALFORMED_ROW, f"tasks is {quote_value(tasks)}, expected a list of strings")
+        raise UnusableRow(Reason.MALFORMED_ROW, f"tasks is {quote_value(tasks)}, expected a list of strings")
     location = {"episode_index": index, "episode_chunk": index // info.num_per_folder}
     spans = {}
     for camera in info.views:

@@ -67,7 +67,7 @@ class Cue:
     fault: tuple[Reason, str] | None = None
 
 
-class Unreadable(Exception):
+class UnreadableFile(Exception):
     """A file cannot be read or does not have the expected form. The message states the reason."""
 
 
@@ -78,7 +78,7 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
         The text, and the name of the encoding if it was guessed, otherwise None.
 
     Raises:
-        Unreadable: The content is not text.
+        UnreadableFile: The content is not text.
     """
     for mark, encoding in _BYTE_ORDER_MARKS:
         if content.startswith(mark):
@@ -88,7 +88,7 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
         if head[first::2].count(0) > len(head) // 4 > head[1 - first :: 2].count(0):
             return _decode_strictly(content, encoding), "UTF-16 without a byte order mark"
     if b"\0" in content:
-        raise Unreadable("not a text file: it contains NUL bytes")
+        raise UnreadableFile("not a text file: it contains NUL bytes")
     try:
         return content.decode("utf-8"), None
     except UnicodeDecodeError:
@@ -107,14 +107,14 @@ def read_cues(text: str) -> Iterator[Cue]:
     line belongs to the cue that shows it first, and cues that only repeat lines are omitted.
 
     Raises:
-        Unreadable: The file has no cues.
+        UnreadableFile: The file has no cues.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     is_vtt = lines[0].startswith("WEBVTT")
     previous = ["", *lines]
     timings = [row for row, line in enumerate(lines) if _is_timing(line, previous=previous[row], is_vtt=is_vtt)]
     if not timings:
-        raise Unreadable("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
+        raise UnreadableFile("it has no cues: no line of the form 00:00:01,000 --> 00:00:02,000")
     cues: list[tuple[Cue, list[str]]] = []  # cues, with the text of each cue line by line
     for number, (row, next_row) in enumerate(zip(timings, [*timings[1:], len(lines)], strict=True)):
         body: Sequence[str] = lines[row + 1 : next_row]
@@ -157,25 +157,25 @@ def read_bytes(path: Location) -> bytes:
     """Read a file or an object in a bucket.
 
     Raises:
-        Unreadable: The file cannot be read, or is too large for subtitles.
+        UnreadableFile: The file cannot be read, or is too large for subtitles.
     """
     try:
         root, key = split_url(path) if isinstance(path, str) else ("", "")
         objects = open_objects(root) if isinstance(path, str) else None
         size_bytes = objects.info(key).size_bytes if objects is not None else Path(path).stat().st_size
         if size_bytes > MAX_FILE_BYTES:
-            raise Unreadable(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
+            raise UnreadableFile(f"it has {size_bytes:,} bytes, more than {MAX_FILE_BYTES:,}")
         # `read_record` rejects a pipe, which would block.
         return objects.read(key) if objects is not None else read_record(Path(path))
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
+        raise UnreadableFile(error.strerror or str(error)) from error
 
 
 def _decode_strictly(content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise Unreadable(f"not valid {encoding.removesuffix('-sig')}: {error.reason}") from error
+        raise UnreadableFile(f"not valid {encoding.removesuffix('-sig')}: {error.reason}") from error
 
 
 def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
@@ -404,7 +404,7 @@ class _Reader:
         for file, language in files:
             try:
                 cues = self._cues(file.path)
-            except Unreadable as error:
+            except UnreadableFile as error:
                 source_id = self._builder.source_id_of(video)
                 self._builder.reject(Reason.UNREADABLE, file=str(file.path), source_id=source_id, detail=str(error))
                 self.num_read += 1
@@ -445,11 +445,11 @@ class _Reader:
             try:
                 content = parse_json(text)
             except ValueError as error:
-                raise Unreadable(f"not JSON: {error}") from error
+                raise UnreadableFile(f"not JSON: {error}") from error
             segments = read_segments(content)
             cues = None if segments is None else list(segments)
             if cues is not None and not cues:
-                raise Unreadable("it has no segments")
+                raise UnreadableFile("it has no segments")
         else:
             cues = list(read_cues(text))
         if encoding is not None and cues is not None:

@@ -35,7 +35,7 @@ from typing import Any
 from clipmill.manifests.adapters.annotations import (
     Reason,
     Row,
-    Unusable,
+    UnusableRow,
     csv_rows,
     header_cells,
     json_rows,
@@ -419,14 +419,14 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     """Return the start and end of a row in seconds. A row without times applies to the complete video, 0 to +inf.
 
     Raises:
-        Unusable: A time cannot be converted, end and duration contradict each other, or a frame rate is not positive.
+        UnusableRow: A time cannot be converted, end and duration are contradictory, or a frame rate is not positive.
     """
     begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
     begin_s = 0.0 if begin_s is None else begin_s
     if duration_s is None:
         return begin_s, inf if end_s is None else end_s
     if end_s is not None and not abs(begin_s + duration_s - end_s) <= _ROUNDING_S:
-        raise Unusable(
+        raise UnusableRow(
             Reason.BAD_TIME,
             f"it ends at {end_s:g} s, but according to its duration at {begin_s + duration_s:g} s; remove the duration "
             "column if it contains the duration of the video",
@@ -449,11 +449,11 @@ def _time_s(values: Mapping[str, Any], edge: str) -> float | None:
                 per_s = _number(rate) if ratio is None else int(ratio[1]) / (int(ratio[2]) or inf)
             if per_s is None or per_s <= 0:
                 fault = f"fps is {quote_value(values.get('fps'))}, expected a frame rate such as 25 or 30000/1001"
-                raise Unusable(Reason.BAD_FPS, fault)
+                raise UnusableRow(Reason.BAD_FPS, fault)
             number = _number(value)
             return parse_seconds(f"{value} ({_UNIT_NOUNS[unit]})" if number is None else number / per_s, default=0.0)
         except ValueError as error:
-            raise Unusable(Reason.BAD_TIME, str(error)) from None
+            raise UnusableRow(Reason.BAD_TIME, str(error)) from None
     return None
 
 

@@ -40,7 +40,7 @@ class NoRoom(UserError):
     """An object does not fit into the cache, even after the eviction of all unused copies."""
 
 
-class Damaged(OSError):
+class DamagedCopy(OSError):
     """The downloaded bytes are not the requested object."""
 
 
@@ -144,7 +144,7 @@ class ObjectCache:
 
         Raises:
             NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
-            Damaged: The downloaded bytes have a different size or digest.
+            DamagedCopy: The downloaded bytes have a different size or digest.
             OSError: The object cannot be downloaded, or the copy cannot be written.
         """
         if copy := self.find(name, size_bytes=size_bytes):
@@ -297,11 +297,11 @@ def evict(files: Mapping[Path, os.stat_result], *, excess_bytes: int, are_locked
 def _verify_copy(path: Path, *, size_bytes: int, sha256: str | None) -> None:
     if (num_bytes := path.stat().st_size) != size_bytes:
         # The end of a connection that was closed too early may look like the end of the object.
-        raise Damaged(f"received {num_bytes:,} of {size_bytes:,} bytes")
+        raise DamagedCopy(f"received {num_bytes:,} of {size_bytes:,} bytes")
     if sha256 is not None:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
         if digest.hexdigest() != sha256:
-            raise Damaged("its content differs from the committed content")
+            raise DamagedCopy("its content differs from the committed content")

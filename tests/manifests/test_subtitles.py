@@ -9,7 +9,7 @@ import pytest
 
 from clipmill.manifests.adapters.folder import read_folder
 from clipmill.manifests.adapters.reading import Reading
-from clipmill.manifests.adapters.subtitles import Cue, Unreadable, decode_text, read_cues, read_segments
+from clipmill.manifests.adapters.subtitles import Cue, UnreadableFile, decode_text, read_cues, read_segments
 from clipmill.manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
 
@@ -135,7 +135,7 @@ def test_malformed_times_right_after_the_text_of_an_srt_cue_are_a_fault_and_arro
 
 def test_a_text_without_cues_is_unreadable() -> None:
     for text in ("", "WEBVTT\n", "just words -> and arrows\n"):
-        with pytest.raises(Unreadable, match="no cues"):
+        with pytest.raises(UnreadableFile, match="no cues"):
             list(read_cues(text))
 
 
@@ -158,7 +158,7 @@ def test_encodings_are_detected(encoding: str, note: str | None) -> None:
 
 def test_bytes_that_are_not_text_are_unreadable() -> None:
     for content in (b"\x89PNG\0\0abc", b"\xff\xfea", b"\xef\xbb\xbf\xff"):
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableFile):
             decode_text(content)
 
 

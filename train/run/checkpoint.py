@@ -340,7 +340,7 @@ def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
 
     The downloaded files stay on the disk until the block has ended on all ranks of the node.
     """
-    from clipmill.manifests.storage.cache import Damaged, ObjectCache
+    from clipmill.manifests.storage.cache import DamagedCopy, ObjectCache
 
     folder = private_root("parts")
     os.close(open_private(folder))
@@ -357,7 +357,7 @@ def _shared_parts() -> Iterator[Callable[[Path], BinaryIO]]:
         facts = content_of(path.parent)["files"][path.name]
         try:
             copy = cache.get(facts["sha256"], **facts, fetch=fetch)
-        except Damaged as error:
+        except DamagedCopy as error:
             raise ValueError(f"the checksum of {path.name} does not match") from error
         assert copy is not None
         copies.enter_context(copy)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipmill.manifests.storage.cache import Damaged, NoRoom, ObjectCache
+from clipmill.manifests.storage.cache import DamagedCopy, NoRoom, ObjectCache
 
 
 def writing(content: bytes) -> Callable[[Path], None]:
@@ -107,7 +107,7 @@ def test_who_does_not_wait_is_told_that_another_is_fetching(tmp_path: Path) -> N
 )
 def test_what_was_not_asked_for_is_no_copy(tmp_path: Path, content: bytes, message: str) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=100)
-    with pytest.raises(Damaged, match=message):
+    with pytest.raises(DamagedCopy, match=message):
         cache.get("a", size_bytes=7, fetch=writing(content), sha256=sha256(b"content").hexdigest())
     assert not list((tmp_path / "objects").iterdir())
 
