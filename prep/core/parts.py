@@ -366,10 +366,10 @@ class PartRun:
                 self._take_turn("planning")
             others = self._locks.list_running()
             self.is_first = not any(other.is_past_publishing for other in others)
-            unfinished = find_unfinished() if self.is_first else []
+            unfinished_shares = find_unfinished() if self.is_first else []
             claims = {other.stage for other in others}
-            share = next((share for share in unfinished if f"share {share}" not in claims), None)
-            if self.is_first and not unfinished:
+            share = next((share for share in unfinished_shares if f"share {share}" not in claims), None)
+            if self.is_first and not unfinished_shares:
                 return None
             self._locks.note_part(stage=_PLANS if not self.is_first else "" if share is None else f"share {share}")
             self._leave_turn()

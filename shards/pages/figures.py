@@ -138,7 +138,7 @@ class Histogram:
     Attributes:
         begin, end: Lower edge of the first bin, and upper edge of the last bin.
         counts: Number of values in each bin, int64 [bins]. The last bin also counts values above `end`.
-        kept: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
+        kept_counts: Number of values in each bin that a selection keeps, int64 [bins]; None without a selection.
         omits_tail: True if some values are above `end`, so that the last bin counts them.
         is_count: True if the values are integers.
     """
@@ -146,7 +146,7 @@ class Histogram:
     begin: float
     end: float
     counts: NDArray[np.int64]
-    kept: NDArray[np.int64] | None
+    kept_counts: NDArray[np.int64] | None
     omits_tail: bool
     is_count: bool
 
@@ -177,8 +177,8 @@ class Histogram:
                 continue
             text = f"{self.bin_text(index)} {unit}".rstrip() + f": {count_noun(count, 'chunk')}"
             counts = {"kept": count}
-            if self.kept is not None:
-                counts = {"all": count, "kept": int(self.kept[index])}
+            if self.kept_counts is not None:
+                counts = {"all": count, "kept": int(self.kept_counts[index])}
                 text += f", {counts['kept']:,} kept"
             heights = {
                 name: max(1.0, 100 * num_values / self.max_count) if num_values else 0.0

@@ -3,7 +3,7 @@
 const fold = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
 const wordsOf = (field) => fold(field.value).split(/\s+/).filter(Boolean);
 
-function searchable(parts) {
+function createMatcher(parts) {
   const texts = new Map(parts.map((part) => [part, fold(`${part.id} ${part.textContent}`)]));
   return (part, words) => words.every((word) => texts.get(part).includes(word));
 }

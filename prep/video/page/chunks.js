@@ -6,7 +6,7 @@
   root.classList.add("js");
   const grid = document.querySelector(".chunks");
   const cards = [...grid.querySelectorAll("article")];
-  const contains = searchable(cards);
+  const contains = createMatcher(cards);
 
   for (const clip of grid.querySelectorAll(".clip")) {
     const video = clip.querySelector("video");

@@ -101,7 +101,7 @@ def test_histograms_hold_all_values_and_end_before_a_long_tail() -> None:
     values = np.concatenate([np.linspace(0, 1, 1000), [50.0]])
     html = histogram(values, is_kept=values > 0.5)
     assert html.end < 2 and html.omits_tail and html.counts.sum() == 1001
-    assert html.kept is not None and html.kept.sum() == (values > 0.5).sum()
+    assert html.kept_counts is not None and html.kept_counts.sum() == (values > 0.5).sum()
     for outliers in ([9000.0], [7000.0, 8000.0, 9000.0]):
         few = histogram(np.array([*np.linspace(100, 300, 32), *outliers]))
         assert few.end < 1100 and few.omits_tail and (few.counts > 0).sum() > 5 and few.counts[-1] <= 5

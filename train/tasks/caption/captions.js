@@ -2,7 +2,7 @@
 // Sort, search and step through the captions. The page's address keeps the choice (#sort=...&find=...).
 const list = document.getElementById("videos");
 const videos = [...list.children];
-const contains = searchable(videos);
+const contains = createMatcher(videos);
 const sort = document.getElementById("sort");
 const direction = document.getElementById("direction");
 const find = document.getElementById("find");
