@@ -191,7 +191,7 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
 
 
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """Return the matrix by which a row of pixels is multiplied to blur the row, float32 [S, S]."""
+    """Return the blur matrix, float32 [S, S]. The product of a row of pixels and this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)

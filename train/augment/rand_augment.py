@@ -60,7 +60,7 @@ def rand_augment_clips(
     Args:
         operations: Indices of each clip's operations in `OPERATIONS`; -1 means no operation.
         strengths: Strengths of these operations, from -1 to 1.
-        mean, std: Mean and standard deviation by which `video` was normalised.
+        mean, std: Mean and standard deviation that `video` was normalised with.
     """
     steps = {
         int(clip): _steps(operations[clip], strengths[clip]) for clip in np.flatnonzero((operations >= 0).any(axis=1))

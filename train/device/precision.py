@@ -36,8 +36,8 @@ class Precision:
         name: Name of the precision: bf16, fp16, tf32 or fp32.
         reason: Reason for the choice, for the log.
         device_type: Type of the device: cpu or cuda.
-        loss_scale: Factor by which losses are multiplied before the backward pass. After the first fp16 step, this
-            factor and the two counts are zero-dimensional float64 tensors on the device.
+        loss_scale: Factor that multiplies losses before the backward pass. After the first fp16 step, this factor and
+            the two counts are zero-dimensional float64 tensors on the device.
         num_skipped: Number of skipped steps.
         num_good: Number of steps taken since the last skipped step, or since the scale was last doubled.
     """

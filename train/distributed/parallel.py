@@ -68,7 +68,7 @@ class Replicated(DistributedDataParallel):
     The order in which the ranks sum an element depends on its position in a bucket. DDP changes its buckets after the
     first backward pass of a process, so a resumed run would sum the gradients of its next step in a different order
     than an uninterrupted run. This class fills the buckets only once, before the first step, from the last parameter to
-    the first, because models define modules in the order in which they use them.
+    the first, because models define modules in the order of their use.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -97,7 +97,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """Context in which every rank holds all weights of `model`, so that forward passes do not communicate."""
+    """Give every rank all weights of `model` within the block, so that forward passes do not communicate."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         yield

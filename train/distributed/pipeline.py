@@ -273,7 +273,7 @@ def _resize_boundary(
 
 @contextmanager
 def _unwrap_errors() -> Iterator[None]:
-    """Raise the errors of a stage's layers without the exception in which torch.distributed.pipelining wraps them."""
+    """Raise the errors of a stage's layers directly. torch.distributed.pipelining wraps them in another exception."""
     try:
         yield
     except RuntimeError as error:

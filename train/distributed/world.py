@@ -208,7 +208,7 @@ class Step:
         world: Ranks that divide the batch.
         seed: Seed of the run.
         microbatch: Number of samples per forward pass on this rank; None for all samples of the rank.
-        autocast: Function that returns a context in which the model computes with the precision of the run.
+        autocast: Function that returns a context for computing with the precision of the run.
         scale: Function that scales a loss before its backward pass, for fp16.
         sync_context: Function that takes True for the last microbatch of the step, and returns the context for the
             forward and backward pass of a microbatch. The context of the last microbatch synchronises the gradients.

@@ -434,7 +434,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove the objects for which `belongs` is false from a .jsonl file, and return the remaining objects.
+    """Remove the objects that `belongs` rejects from a .jsonl file, and return the remaining objects.
 
     Raises:
         UserError: A line is damaged, or was not written by clipmill.
