@@ -210,7 +210,7 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features
 
 
-# Function that converts a batch to the model's arguments. It may draw numbers from torch's generators.
+# Function that converts a batch to the model's arguments, and may draw numbers from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -349,7 +349,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
 
     Args:
         gradients: Function that takes this rank's clip and caption embeddings, [b, E] each, and returns the gradients
-            with respect to the embeddings. It is called once.
+            with respect to the embeddings. The function is called once.
     """
 
     def embed(microbatch: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -442,7 +442,7 @@ class Pairs:
     batch: Batch
 
 
-# Function that returns the mean loss over this rank's pairs (scalar). Its mean over the ranks is the loss of the global
+# Function that returns the mean loss over this rank's pairs (scalar). The mean over the ranks is the loss of the global
 # batch.
 LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 

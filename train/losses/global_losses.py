@@ -203,7 +203,7 @@ class GlobalContrast(ContrastiveObjective):
     def _read_modalities(self, similarities: Similarities, batch: Batch, step: Step) -> tuple[Modality, Modality]:
         if "clip_id" not in batch:
             raise UserError(
-                f"--loss.kind {self._settings.kind} needs clip IDs, but these data have none",
+                f"--loss.kind {self._settings.kind} needs clip IDs, but these data have no IDs",
                 hint="use --loss.kind infonce with these data",
                 flags=("--loss.kind",),
             )
@@ -296,8 +296,8 @@ def log_group_means(log_values_B: torch.Tensor, group_B: torch.Tensor) -> torch.
 def average_logs(log_u_B: torch.Tensor, log_g_B: torch.Tensor, group_B: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """Return log((1 - gamma) u + gamma g) (FastCLIP, eq. 1), or log g on the first visit, [B].
 
-    If an ID occurs more than once in the global batch, g is the mean over its occurrences, so the result is the same
-    for all occurrences.
+    If an ID occurs more than once in the global batch, g is the mean over the occurrences of the ID, so the result is
+    the same for all occurrences.
     """
     log_g_B = log_group_means(log_g_B, group_B)
     if gamma == 1:
@@ -414,9 +414,9 @@ class SampleTemperature(GlobalContrast):
     """RGCL, the loss of iSogCLR and v2, with a temperature for each clip and each caption.
 
     The loss is the mean of tau_i (log(epsilon + g_i) + rho). A temperature is updated by AdamW without weight decay
-    when its clip or caption is visited (procedure 5, lines 8 and 9; procedure 4, lines 13 to 16). AdamW's step t counts
-    these visits. The public code counts epochs instead of visits: both betas are 0 in epoch 0; in later epochs, t is
-    the epoch + 1.
+    when its clip or caption is visited (procedure 5, lines 8 and 9; procedure 4, lines 13 to 16). The exponent of the
+    bias correction is the number of visits. The public code counts epochs instead of visits: both betas are 0 in epoch
+    0; in later epochs, the exponent is the epoch + 1.
     """
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -465,7 +465,7 @@ class SampleTemperature(GlobalContrast):
         return state_BC
 
     def _adam_steps(self, modality: Modality, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
-        """Return AdamW's t + 1 (procedure 4) for each sample, [B], and the two betas. Count visits in `state_BC`."""
+        """Return the exponents t + 1 of procedure 4, [B], and the two betas. Count visits in `state_BC`."""
         if not self._follows_code:
             state_BC[:, _VISITS] = modality.state_BC[:, _VISITS] + 1
             return state_BC[:, _VISITS], _BETA1, _BETA2

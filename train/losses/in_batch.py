@@ -40,8 +40,8 @@ def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     (tests/train/losses/test_closed_forms.py).
 
     If a batch contains two equal captions, each caption is a negative for the clip of the other caption, as in CLIP.
-    The loss is then lowest if both captions have the same probability. This raises the minimum of the loss, but does
-    not affect how different captions are ranked. Retrieval metrics count equal captions as one caption
+    The loss is then lowest if both captions have the same probability. Equal captions raise the minimum of the loss,
+    but do not affect how different captions are ranked. Retrieval metrics count equal captions as one caption
     (clipmill.train.tasks.dual_encoder.metrics).
 
     Returns:

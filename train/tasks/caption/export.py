@@ -56,7 +56,7 @@ def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel |
     """Convert the weights of a captioner of TimeSformer and GPT-2; return None if the weights have no decoder.
 
     Raises:
-        UserError: The folder has no config.json or no tokenizer. The tensors cannot replace them.
+        UserError: The folder has no config.json or no tokenizer.
     """
     if not has_decoder(source.converted.tensors):
         return None

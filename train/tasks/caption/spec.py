@@ -305,7 +305,7 @@ class CaptionerSettings(ClipSettings):
             )
         if self.captions.min_relevancy is not None:
             yield UserError(
-                "--captions.min-relevancy draws captions of other clips, which do not describe the clip",
+                "--captions.min-relevancy draws captions from other clips, which do not describe the sampled clip",
                 hint="omit it",
                 flags=("--captions.min-relevancy",),
             )

@@ -1,4 +1,4 @@
-"""Pipeline stages of a captioner. The captioner is a flat list of layers that can be split anywhere:
+"""Pipeline stages of a captioner. The captioner is treated as a list of layers that can be split anywhere:
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x

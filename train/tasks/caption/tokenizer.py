@@ -194,7 +194,7 @@ class TargetCaptions(Captions):
     uses the first captions of the clip. If a clip has fewer captions, the remaining rows are padding.
 
     Args:
-        make_tokenizer: Function that takes all captions and returns a tokenizer. It may train one on the captions.
+        make_tokenizer: Function that takes all captions and returns a tokenizer, which may be trained on the captions.
         max_tokens: Number L of tokens per caption, including the end token. Longer captions are truncated and counted.
         per_visit: Number K of captions per sample.
     """
