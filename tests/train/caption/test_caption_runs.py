@@ -265,7 +265,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--towers.heads", "3"), "--towers.width 128 is not a multiple of"),
         (("--towers.patch-px", "9"), "--size-px 32 is not a multiple of 9"),
         (("--freeze", "encoder", "decoder"), "leaves nothing to train"),
-        (("--captions.min-relevancy", "0.5"), "which do not describe the clip"),
+        (("--captions.min-relevancy", "0.5"), "which do not describe the sampled clip"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
         (("--input", "latents"), "--input"),
         (("--decoding.max-tokens", "30"), "--decoding.max-tokens is 30, but the decoder's context has 12 tokens"),

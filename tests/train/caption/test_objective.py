@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from clipmill.train.tasks.caption.task import shift_targets, summed_loss, without_padding
+from clipmill.train.tasks.caption.task import remove_padding, shift_targets, summed_loss
 from clipmill.train.tasks.caption.tokenizer import NO_TOKEN
 
 END = 9
@@ -32,7 +32,7 @@ def test_the_loss_is_a_mean_over_tokens_and_no_padding_shows_in_it() -> None:
     num_tokens = int((TARGETS != NO_TOKEN).sum())
     assert num_tokens == 10
     assert summed_loss(logits, TARGETS).item() / num_tokens == pytest.approx(whole.item(), rel=1e-12)
-    short = without_padding(TARGETS)
+    short = remove_padding(TARGETS)
     assert short.shape[-1] == 5
     assert summed_loss(logits[:, :5], short).item() == pytest.approx(num_tokens * whole.item(), rel=1e-12)
     parts = sum(summed_loss(logits[2 * at : 2 * at + 2], TARGETS[at : at + 1]).item() for at in range(2))
@@ -50,4 +50,4 @@ def test_label_smoothing_is_spread_over_the_vocabulary() -> None:
 
 
 def test_a_batch_without_any_token_has_a_place_left() -> None:
-    assert without_padding(torch.full((2, 1, 4), NO_TOKEN)).shape == (2, 1, 1)
+    assert remove_padding(torch.full((2, 1, 4), NO_TOKEN)).shape == (2, 1, 1)

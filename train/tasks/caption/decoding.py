@@ -190,7 +190,7 @@ def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: 
 
     def choose(logits_rW: torch.Tensor, rows_r: torch.Tensor, position: int) -> torch.Tensor:
         logits_rW = logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32))
-        logits_rW = with_temperature(logits_rW, temperature_of(settings))
+        logits_rW = apply_temperature(logits_rW, temperature_of(settings))
         if settings.top_k is not None:
             logits_rW = filter_top_k(logits_rW, settings.top_k)
         if settings.top_p is not None:
@@ -200,7 +200,7 @@ def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: 
     return choose
 
 
-def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
+def apply_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide logits by a temperature. Below 1, likely tokens become more likely."""
     return logits_RW / temperature
 

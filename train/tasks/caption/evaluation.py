@@ -41,7 +41,7 @@ from clipmill.train.tasks.caption.spec import (
     num_beams_of,
     temperature_of,
 )
-from clipmill.train.tasks.caption.task import CaptionTask, captions_of, comparable_captions, mean_loss
+from clipmill.train.tasks.caption.task import CaptionTask, caption_clips, comparable_captions, mean_loss
 from clipmill.train.tasks.caption.tokenizer import one_line
 
 _MAX_CONSTANT_CLIPS = 500  # maximum number of clips whose captions are candidates for the constant caption
@@ -77,7 +77,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     samples = task.samples(split, World())
     stride = sample_stride(len(samples), at_most=flags.max_samples)
     with trained.precision.autocast():
-        generated = captions_of(
+        generated = caption_clips(
             trained.fill(task.build_model(samples)),
             count_batches(samples.evaluation_batches(stride=stride), "captioning", total=-(-len(samples) // stride)),
             inputs=task.inputs,
@@ -122,7 +122,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
     player = open_player(settings, split=split)
     values = {
         "data": "; ".join(
-            [samples.describe(), *_omitted_notes(samples, stride=stride), *_without_words(scores, wordless_clips)]
+            [samples.describe(), *_omitted_notes(samples, stride=stride), *_wordless_notes(scores, wordless_clips)]
         ),
         "decoding": describe_decoding(decoding_settings),
         "protocol": f"{_PROTOCOL} {scores.idf}",
@@ -219,7 +219,7 @@ def _omitted_notes(samples: Samples[ClipReader], *, stride: int) -> list[str]:
     return remarks
 
 
-def _without_words(scores: CaptionScores, wordless_clips: Sequence[str]) -> list[str]:
+def _wordless_notes(scores: CaptionScores, wordless_clips: Sequence[str]) -> list[str]:
     """Return remarks on generated captions without words, and on clips whose references have no words."""
     remarks = []
     if scores.wordless_videos:

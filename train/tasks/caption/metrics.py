@@ -289,7 +289,7 @@ def score_captions(
 
     Args:
         candidates: Generated caption for each video ID. A caption may be empty.
-        references: Captions for each video ID. Each video needs a caption with words (see `without_words`).
+        references: Captions for each video ID. Each video needs a caption with words (see `find_wordless`).
         with_java: True to compute METEOR and SPICE, whose programs take seconds to start.
         spice_jars: Folder with the two jars that SPICE needs; None to omit SPICE.
         meteor: METEOR inside its `with` block, to score several sets of captions with one program. Default: a new
@@ -341,7 +341,7 @@ def score_captions(
     )
 
 
-def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
+def find_wordless(references: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the videos whose references have no words, and therefore cannot be compared with captions."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
@@ -401,7 +401,7 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
     Args:
         references: Captions of each clip, at least one per clip. Clips whose captions have no words are ignored.
     """
-    wordless = set(without_words(references))
+    wordless = set(find_wordless(references))
     if len(wordless) == len(references):
         return ""
     references = {clip: texts for clip, texts in references.items() if clip not in wordless}

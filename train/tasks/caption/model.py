@@ -175,7 +175,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     requested_tokenizer = None if decoder.tokenizer is None else read_tokenizer(Path(decoder.tokenizer))
     tokenizer = tokenizer_of_folder or requested_tokenizer
     if tokenizer is None:
-        raise no_tokenizer(str(init_weights))
+        raise tokenizer_error(str(init_weights))
     if (
         tokenizer_of_folder
         and requested_tokenizer
@@ -190,7 +190,7 @@ def decoder_of_start(settings: CaptionerSettings) -> Decoder | None:
     return DecoderParts(tokenizer=tokenizer, size=size)
 
 
-def no_tokenizer(title: str) -> UserError:
+def tokenizer_error(title: str) -> UserError:
     """Return the error for a decoder without a tokenizer."""
     return UserError(
         f"{title} has a decoder, but no tokenizer to turn its tokens into text",
@@ -471,7 +471,7 @@ def with_source_decoder(settings: CaptionerSettings, source: Source, *, say: Say
             flags=("--decoder.weights",),
         )
     if decoder.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
-        raise no_tokenizer(source.title)
+        raise tokenizer_error(source.title)
     context_length = len(tensors[_DECODER_POSITIONS])
     if decoder.max_tokens <= context_length:
         return settings

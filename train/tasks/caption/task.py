@@ -47,7 +47,7 @@ from clipmill.train.tasks.caption.language import (
     add_language_adapters,
     language_blocks,
 )
-from clipmill.train.tasks.caption.metrics import score_captions, without_words
+from clipmill.train.tasks.caption.metrics import find_wordless, score_captions
 from clipmill.train.tasks.caption.model import (
     AnyCaptioner,
     Decoder,
@@ -249,7 +249,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
     ) -> tuple[dict[str, float], list[float]]:
         evaluation = self._settings.evaluate
         batches = samples.evaluation_batches(stride=sample_stride(len(samples), at_most=evaluation.max_samples))
-        generated = captions_of(
+        generated = caption_clips(
             complete_captioner(model, stages=world.stages, device=self._device),
             broadcast_batches(batches, world.stages),
             inputs=self.inputs,
@@ -310,7 +310,7 @@ class GeneratedCaptions:
 
 
 @torch.no_grad()  # not inference_mode, because training reuses tensors that the model caches
-def captions_of(
+def caption_clips(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
     *,
@@ -331,7 +331,7 @@ def captions_of(
             continue
         batch = to_device(loaded.batch, device)
         clips_BCTHW = inputs(batch)
-        targets_BKL = without_padding(batch["targets"])
+        targets_BKL = remove_padding(batch["targets"])
         logits = model(clips_BCTHW, shift_targets(targets_BKL, end_id=tokenizer.end_id))
         loss, num_tokens = summed_loss(logits, targets_BKL).item(), int((targets_BKL != NO_TOKEN).sum())
         captions.summed_loss, captions.num_tokens = captions.summed_loss + loss, captions.num_tokens + num_tokens
@@ -405,7 +405,7 @@ def comparable_captions(
     Raises:
         UserError: No clip has references with words.
     """
-    wordless_clips = without_words(references)
+    wordless_clips = find_wordless(references)
     comparable = {name: texts for name, texts in references.items() if name not in set(wordless_clips)}
     if wordless_clips and not comparable:
         raise UserError(
@@ -450,7 +450,7 @@ class CaptionLoss(Objective):
         if is_bucketed:
             batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))
         longest = int(batch["length"].max()) if "length" in batch else None
-        targets_BKL = without_padding(batch["targets"], longest=longest)
+        targets_BKL = remove_padding(batch["targets"], longest=longest)
         num_samples = len(targets_BKL)
         num_tokens = step.world.sum((targets_BKL != NO_TOKEN).sum())
 
@@ -463,7 +463,7 @@ class CaptionLoss(Objective):
             nonlocal num_computed
             targets_RKL = targets_BKL[rows]
             if is_bucketed:
-                targets_RKL = without_padding(targets_RKL, longest=int(batch["length"][rows].max()))
+                targets_RKL = remove_padding(targets_RKL, longest=int(batch["length"][rows].max()))
                 num_computed += targets_RKL.numel() + targets_RKL[..., 0].numel() * (self._num_prefix_tokens or 0)
             with step.autocast():
                 logits = model(self._inputs(batch, rows), shift_targets(targets_RKL, end_id=self._end_id))
@@ -509,7 +509,7 @@ def bucket_step(step: Step, *, num_samples: int) -> Step:
     return replace(step, microbatch=min(size, step.microbatch or size))
 
 
-def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
+def remove_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
     """Remove the trailing positions that are padding in all captions, but keep at least one position.
 
     Args:

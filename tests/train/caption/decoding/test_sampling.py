@@ -9,11 +9,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from clipmill.manifests.errors import UserError
 from clipmill.train.models.captioner import Captioner
 from clipmill.train.tasks.caption.decoding import (
+    apply_temperature,
     filter_top_k,
     filter_top_p,
     generate_captions,
     sample_tokens,
-    with_temperature,
 )
 from clipmill.train.tasks.caption.spec import ChunkDecoding, DecodingSettings, fit_decoding, max_tokens_of
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
@@ -28,7 +28,7 @@ def logits(*, spread: float = 3.0) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_temperatures_are_transformers(temperature: float) -> None:
     torch.testing.assert_close(
-        with_temperature(logits(), temperature), TemperatureLogitsWarper(temperature)(NO_IDS, logits()), atol=0, rtol=0
+        apply_temperature(logits(), temperature), TemperatureLogitsWarper(temperature)(NO_IDS, logits()), atol=0, rtol=0
     )
 
 
