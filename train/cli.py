@@ -139,10 +139,10 @@ def overview(
     with Activity(f"writing {out}"):
         from clipmill.train.report.overview import write_overview
 
-        omitted = write_overview(runs, out, links=link or ())
+        omitted_paths = write_overview(runs, out, links=link or ())
     print(f"written: {out}")
-    if omitted:
-        print(f"omitted, because they are not runs: {', '.join(map(str, omitted))}")
+    if omitted_paths:
+        print(f"omitted, because they are not runs: {', '.join(map(str, omitted_paths))}")
 
 
 def main() -> None:

@@ -200,10 +200,11 @@ class LoadedModel:
         if array.dtype == torch.uint8:
             return self._normalise_rgb(array)
         shape, count = self.opened.shape, self.settings.num_frames
-        expected = (*self._views, shape.size.video.num_channels, count, shape.image_px, shape.image_px)
-        if tuple(array.shape[1:]) != expected:
+        expected_shape = (*self._views, shape.size.video.num_channels, count, shape.image_px, shape.image_px)
+        if tuple(array.shape[1:]) != expected_shape:
             raise UserError(
-                f"clips have shape {tuple(array.shape)}, but the model takes [B, {', '.join(map(str, expected))}]",
+                f"clips have shape {tuple(array.shape)}, "
+                f"but the model takes [B, {', '.join(map(str, expected_shape))}]",
                 hint=_CLIPS_HINT,
             )
         return send(array, self.device).float()

@@ -280,13 +280,15 @@ class Journal:
 
     Args:
         path: Path of the journal.
-        others: Journals of other shards that used to contain chunks of this shard. If a chunk has several answers, the
-            answer in this shard's journal is used.
+        other_paths: Journals of other shards that used to contain chunks of this shard. If a chunk has several
+            answers, the answer in this shard's journal is used.
     """
 
-    def __init__(self, path: Path, others: Sequence[Path] = ()) -> None:
+    def __init__(self, path: Path, other_paths: Sequence[Path] = ()) -> None:
         self._path, self._lock = path, threading.Lock()
-        self.answers = {name: answer for journal in (*others, path) for name, answer in read_answers(journal).items()}
+        self.answers = {
+            name: answer for journal in (*other_paths, path) for name, answer in read_answers(journal).items()
+        }
 
     def __enter__(self) -> Self:
         make_folder(self._path.parent)

@@ -87,8 +87,8 @@ def other_journals(plan: ChunksPlan) -> Callable[[int], tuple[Path, ...]]:
     lookup = ShardLookup(answered_chunks(plan.variant_dir / ANSWERS_FOLDER))
 
     def journals(shard_id: int) -> tuple[Path, ...]:
-        others = plan.find_shards(shard_id, lookup)
-        return tuple(journal_path(plan.variant_dir, other) for other in others if other != shard_id)
+        other_ids = plan.find_shards(shard_id, lookup)
+        return tuple(journal_path(plan.variant_dir, other_id) for other_id in other_ids if other_id != shard_id)
 
     return journals
 

@@ -182,10 +182,10 @@ class LocalCaptioner:
 
 def _run_ahead(batches: Iterator[list[int]], start: Callable[[list[int]], Any]) -> Iterator[tuple[list[int], Any]]:
     """Yield each batch with the result of `start(batch)`, after also calling `start` for the next batch."""
-    running = [(batch, start(batch)) for batch in islice(batches, 1)]
-    while running:
-        running += [(batch, start(batch)) for batch in islice(batches, 1)]
-        yield running.pop(0)
+    queue = [(batch, start(batch)) for batch in islice(batches, 1)]
+    while queue:
+        queue += [(batch, start(batch)) for batch in islice(batches, 1)]
+        yield queue.pop(0)
 
 
 def _pictures_or_failure(task: CaptionTask, row: int) -> Sequence[Picture] | SourceFailure:

@@ -17,13 +17,13 @@ from clipmill.prep.registry import COLUMNS, column_named
 def __getattr__(name: str) -> Any:
     """Create and return `plan`, or the command `make_NAME` or `plan_NAME` of a column."""
     if name == "plan":
-        first, *others = COLUMNS
-        command = plan_command(column_named(first))
+        first_column, *other_columns = COLUMNS
+        command = plan_command(column_named(first_column))
         app = App(name="plan", help=command.__doc__, group_parameters=OPTIONS)
         app.default(command)
         app.command(f"{__name__}:plan_index", name="index")
-        for other in others:
-            app.command(f"{__name__}:plan_{other}", name=other)
+        for other_column in other_columns:
+            app.command(f"{__name__}:plan_{other_column}", name=other_column)
         return app
     if name == "plan_index":
         from clipmill.prep.video.column import INDEX

@@ -117,7 +117,7 @@ def verify(
                 on_deep_shard=activity.counter(f"checking samples of {spec.name} shards"),
             )
     if json:
-        values = {name: asdict(verified) for name, verified in results.items()}
+        values = {name: asdict(result) for name, result in results.items()}
         print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
     else:
         for record in records:
@@ -186,7 +186,7 @@ def inspect(
     from clipmill.shards.reader import Variant
 
     data_dir, spec = require_data_folder(data), column_named(column)
-    opened = Variant.open(data_dir, column=column, variant=variant, tars=bucket_tars(data_dir))
+    opened_variant = Variant.open(data_dir, column=column, variant=variant, tars=bucket_tars(data_dir))
     if html is not None:
         from clipmill.prep.core.work import PageRequest, work_of
 
@@ -207,17 +207,17 @@ def inspect(
         activity_text = f"writing {html}"
         with Activity(activity_text) as activity:
             request = PageRequest(html, where, chunks, activity.counter(f"{activity_text}, reading chunks"))
-            report = write_page(opened, request)
+            report = write_page(opened_variant, request)
         show(report, json=json)
         return
     for flag, value in (("--where", where), ("--chunks", chunks)):
         if value is not None:
             raise UserError(f"{flag} has no effect without a page", hint=f"add --html PAGE, or omit {flag}")
-    with Activity(f"reading the indexes of {opened.directory.name}"):
+    with Activity(f"reading the indexes of {opened_variant.directory.name}"):
         if key is None:
-            report = variant_report(opened, column=spec)
+            report = variant_report(opened_variant, column=spec)
         else:
-            report = sample_report(opened, key, column=spec, data_dir=data_dir)
+            report = sample_report(opened_variant, key, column=spec, data_dir=data_dir)
     show(report, json=json)
 
 
@@ -304,15 +304,15 @@ def gc(
             garbage, bucket_garbage = find_garbage(data_dir, rules), find_bucket_garbage(data_dir)
         activity_text = f"removing {count_noun(len(garbage.items), 'file')}"
         with Activity(activity_text) as activity:
-            removed = None if dry_run else remove(garbage, on_item=activity.counter(activity_text))
+            removal = None if dry_run else remove(garbage, on_item=activity.counter(activity_text))
             abort_uploads([] if dry_run else bucket_garbage.uploads, data_dir)
     if json:
-        print(json_module.dumps(garbage_values(garbage, bucket_garbage, removed), indent=1))
+        print(json_module.dumps(garbage_values(garbage, bucket_garbage, removal), indent=1))
     else:
-        print(garbage_text(garbage, bucket_garbage, removed, data_dir=data_dir))
-    if removed is not None and removed.failed:
-        path, why = removed.failed[0]
-        raise FailedWork(f"{count_noun(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
+        print(garbage_text(garbage, bucket_garbage, removal, data_dir=data_dir))
+    if removal is not None and removal.failed:
+        path, why = removal.failed[0]
+        raise FailedWork(f"{count_noun(len(removal.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()
 
 
@@ -438,9 +438,9 @@ def retry(
     if variant is None and has_failed:
         variant = unfinished
         sys.stderr.write(f"note: retrying {variant}, which is not the current variant\n")
-    opened = Variant.open(data_dir, column=column, variant=variant)
-    stored = stored_request(opened)
+    opened_variant = Variant.open(data_dir, column=column, variant=variant)
+    stored = stored_request(opened_variant)
     if request.engine is None and request.address is None:  # use the engine of the run that failed
         request = replace(request, **{name: stored[name] for name in ENGINE_FLAGS if name in stored})
-    request = replace(request, retry_codes=codes, only_variant=opened.directory.name)
+    request = replace(request, retry_codes=codes, only_variant=opened_variant.directory.name)
     retry_column(column_named(column), stored, weights=weights, request=request)

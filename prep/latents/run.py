@@ -218,10 +218,12 @@ def require_segments(plan: ChunksPlan, request: Request) -> None:
 def estimate(plan: ChunksPlan) -> Addition:
     """Estimate the cost of a plan, and describe how chunks are divided into segments."""
     encoding = Encoding.from_recipe(plan.recipe)
-    pending = measure_coverage((plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding)
+    pending_coverage = measure_coverage(
+        (plan.chunk_shards[shard.shard_id] for shard in plan.shards if shard.has_work), encoding
+    )
     coverage = measure_coverage(plan.chunk_shards.values(), encoding)
-    num_frames = pending.num_frames
-    size_bytes = pending.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
+    num_frames = pending_coverage.num_frames
+    size_bytes = pending_coverage.num_units * prod(encoding.unit_shape) * _BYTES_PER_NUMBER
     trial = run_trial(plan) if num_frames else None
     added_bytes = (float(size_bytes), float(size_bytes))
     disk = disk_use(plan.data_dir, column=LATENTS, variant=plan.recipe.variant, added_bytes=added_bytes)
@@ -233,7 +235,7 @@ def estimate(plan: ChunksPlan) -> Addition:
     trial_values: dict[str, Any] = {}
     if trial is not None:
         trial_values = {"trial": asdict(trial), "wall_hours_range": list(trial.hours(num_frames))}
-    segments = {"num_segments": pending.num_units, "left_out_s": float(coverage.omitted_s)}
+    segments = {"num_segments": pending_coverage.num_units, "left_out_s": float(coverage.omitted_s)}
     values = {
         "segments": segments if encoding.is_video else None,
         "estimate": {"num_frames": num_frames, "size_bytes": size_bytes, **trial_values},
@@ -275,6 +277,6 @@ def summary(plan: ChunksPlan, result: Summary, written: Sequence[str]) -> Additi
     """Describe the VAE of a run, and the parts of all planned videos that are outside of all segments."""
     encoding = Encoding.from_recipe(plan.recipe)
     coverage = measure_coverage(plan.chunk_shards.values(), encoding)
-    omitted = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}
+    omitted_values = {"num_chunks": coverage.num_omitted, "seconds": float(coverage.omitted_s)}
     lines = [f"left out {text}" for text in _omission_texts(coverage, encoding.settings)]
-    return Addition(lines, {"vae": encoding.settings.vae, "left_out": omitted})
+    return Addition(lines, {"vae": encoding.settings.vae, "left_out": omitted_values})

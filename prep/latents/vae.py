@@ -83,10 +83,10 @@ class Encoder:
         with torch.inference_mode():
             num_units = sum(map(len, parts))
             try:
-                scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
-                if scaled.ndim == 5:
-                    scaled = scaled.transpose(1, 2)
-                posterior = self._model.encode(scaled.contiguous()).latent_dist
+                inputs = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
+                if inputs.ndim == 5:
+                    inputs = inputs.transpose(1, 2)
+                posterior = self._model.encode(inputs.contiguous()).latent_dist
             except torch.OutOfMemoryError:
                 remedy = "a smaller --batch" if num_units > 1 else "--tiling or a smaller --size"
                 raise MemoryError(f"a batch of {num_units} {noun} does not fit in GPU memory: use {remedy}") from None
@@ -99,8 +99,8 @@ class Encoder:
                 )
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
-            normalised: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
-            return normalised
+            normalised_latents: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
+            return normalised_latents
 
     @property
     def peak_bytes(self) -> int:

@@ -82,18 +82,18 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
         return encoder.encode([part.pictures for part in parts], noise=noise)
 
     read = partial(read_chunk_video, encoding=encoding)
-    for encoded in encode_chunks(
+    for encoded_chunk in encode_chunks(
         decode_blocks(chunks, read=read, num_threads=num_threads),
         resize=partial(encoder.resize, size=settings.size),
         encode=encode,
         batch=encoding.units_per_batch(options.batch),
     ):
-        if encoded.latents is None:
-            yield encoded.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "no frames")
+        if encoded_chunk.latents is None:
+            yield encoded_chunk.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "no frames")
             continue
-        stored = round_to_dtype(encoded.latents, dtype=settings.dtype)
+        stored = round_to_dtype(encoded_chunk.latents, dtype=settings.dtype)
         if is_finite(stored):
-            yield latents_sample(encoded.chunk, stored, encoding=encoding)
+            yield latents_sample(encoded_chunk.chunk, stored, encoding=encoding)
         else:
             message = f"the latents contain non-finite values in {settings.dtype}"
             yield SourceFailure(FailureCode.NOT_FINITE, message)
@@ -127,9 +127,9 @@ def round_to_dtype(latents: NDArray[np.float32], *, dtype: Literal["float16", "b
         with np.errstate(over="ignore", invalid="ignore"):
             return latents.astype(np.float16)
     bits = np.ascontiguousarray(latents).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    rounded_bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     # Set NaN explicitly, because rounding its bits could overflow or produce infinity.
-    return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded_bits.astype(np.uint16))
 
 
 def is_finite(stored: NDArray[np.generic]) -> bool:

@@ -375,13 +375,13 @@ class ActiveArea:
     left: int
     right: int
 
-    def slice_small(self, small: Luma, *, height: int, width: int) -> tuple[slice, slice]:
+    def slice_small(self, luma: Luma, *, height: int, width: int) -> tuple[slice, slice]:
         """Return the slices of the rows and columns of small luma that are entirely between the bars.
 
         Args:
             height, width: Full resolution of the frame.
         """
-        y_scale, x_scale = small.shape[0] / height, small.shape[1] / width
+        y_scale, x_scale = luma.shape[0] / height, luma.shape[1] / width
         return (
             slice(ceil(self.top * y_scale), floor(self.bottom * y_scale)),
             slice(ceil(self.left * x_scale), floor(self.right * x_scale)),
@@ -435,8 +435,8 @@ def _lanczos(length: int) -> NDArray[np.int64]:
         begin, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
         distances = (np.arange(begin, end) - centre + 0.5) / stretch
         weights = np.where(np.abs(distances) < 3, np.sinc(distances) * np.sinc(distances / 3), 0.0)
-        scaled = weights / weights.sum() * (1 << 22)
-        table[begin:end, column] = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5))
+        scaled_weights = weights / weights.sum() * (1 << 22)
+        table[begin:end, column] = np.trunc(scaled_weights + np.where(scaled_weights < 0, -0.5, 0.5))
     return table
 
 

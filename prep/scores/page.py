@@ -67,8 +67,8 @@ class Chunks:
 
     def duplicate_key(self, row: int) -> str | None:
         """Return the key of the earlier chunk that a chunk duplicates; None if the chunk is unique."""
-        first = self.table["duplicate_of"][row].as_py()
-        return None if first < 0 else key_of_row(self.table, first)
+        original_row = self.table["duplicate_of"][row].as_py()
+        return None if original_row < 0 else key_of_row(self.table, original_row)
 
     def duration_s(self, row: int) -> float | None:
         """Return the duration of a chunk in seconds; None if the chunk is not in the video column, or is damaged."""
@@ -103,9 +103,9 @@ class Chunks:
         if location is None:
             return dict.fromkeys(moments, Thumbnail(None, problem="not in the video column, or damaged"))
         shard, index_row = location
-        fps, last = frame_rate(shard.index, index_row), shard.index["num_frames"][index_row].as_py() - 1
+        fps, last_frame = frame_rate(shard.index, index_row), shard.index["num_frames"][index_row].as_py() - 1
         moment_frames = {
-            moment: (last + 1) // 2 if moment is None else min(last, round(Fraction(moment) * fps))
+            moment: (last_frame + 1) // 2 if moment is None else min(last_frame, round(Fraction(moment) * fps))
             for moment in moments
         }
         frames = sorted(set(moment_frames.values()))
@@ -113,9 +113,9 @@ class Chunks:
         try:
             for frame, picture in zip(frames, read_chunk(shard, index_row).frames(frames), strict=True):
                 width = max(2, round(picture.width * _HEIGHT_PX / picture.height))
-                small = picture.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA")
-                _, encoded = cv2.imencode(".jpg", small.to_ndarray(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
-                pictures[frame] = Thumbnail(data_uri(encoded.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
+                small_picture = picture.reformat(width=width, height=_HEIGHT_PX, format="bgr24", interpolation="AREA")
+                _, jpeg = cv2.imencode(".jpg", small_picture.to_ndarray(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+                pictures[frame] = Thumbnail(data_uri(jpeg.tobytes(), "image/jpeg"), width, _HEIGHT_PX)
         except SourceFailure as failure:
             return dict.fromkeys(moments, Thumbnail(None, problem=f"cannot be shown: {failure.message}"))
         return {moment: pictures[frame] for moment, frame in moment_frames.items()}

@@ -208,8 +208,8 @@ def check_scores(row: dict[str, Any], members: dict[str, bytes], split: str) -> 
         digits = values["phash"]
         values["phash"] = None if digits is None else int(digits, 16)
         # The index stores some numbers with 32 bits, so round the values of the member in the same way.
-        rounded = pa.Table.from_pylist([values], pa.schema(SCORES_FIELDS))
-        member_values = {"key": values["key"], **rounded.to_pylist()[0]}
+        rounded_values = pa.Table.from_pylist([values], pa.schema(SCORES_FIELDS))
+        member_values = {"key": values["key"], **rounded_values.to_pylist()[0]}
     except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
         return CheckedSample([(DeepCode.JSON_DIFFERS, f"the member cannot be read: {error!r}")], 0)
     differences = [

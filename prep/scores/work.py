@@ -57,17 +57,19 @@ def installed_libraries() -> str:
     return ", ".join(parts)
 
 
-def version_mismatch(required: str) -> str | None:
+def version_mismatch(required_libraries: str) -> str | None:
     """Return the reason why this machine must not score chunks for a plan; None if the machine may.
 
     Args:
-        required: Result of `installed_libraries` in the recipe of the plan.
+        required_libraries: Result of `installed_libraries` in the recipe of the plan.
     """
     try:
         installed = installed_libraries()
     except UserError as error:
         return str(error)
-    return None if installed == required else f"it has {installed}, but the plan requires {required}"
+    return (
+        None if installed == required_libraries else f"it has {installed}, but the plan requires {required_libraries}"
+    )
 
 
 def _table_problem(variant: Variant) -> str | None:

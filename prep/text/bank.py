@@ -125,21 +125,21 @@ class Bank:
         """
         positions = positions_in(self._digests, digests, order=self._order)
         lengths = np.zeros(len(digests), np.int64)
-        stored = np.flatnonzero(positions >= 0)
-        blocks = np.searchsorted(self._starts, positions[stored], side="right") - 1
+        stored_texts = np.flatnonzero(positions >= 0)
+        blocks = np.searchsorted(self._starts, positions[stored_texts], side="right") - 1
         parts = []
         for block in np.unique(blocks).tolist():
-            in_block = stored[blocks == block]
+            in_block = stored_texts[blocks == block]
             values, lengths[in_block] = self._read(self._files[block], positions[in_block] - self._starts[block])
             parts.append((in_block, values))
         # The rows were read block by block; arrange them in the order of `digests`.
-        embedded = np.empty((int(lengths.sum()), self._width), np.float16)
+        vectors = np.empty((int(lengths.sum()), self._width), np.float16)
         starts = np.cumsum(lengths) - lengths
         for in_block, values in parts:
             part_lengths = lengths[in_block]
             row_in_text = np.arange(len(values)) - np.repeat(np.cumsum(part_lengths) - part_lengths, part_lengths)
-            embedded[np.repeat(starts[in_block], part_lengths) + row_in_text] = values
-        return embedded, lengths
+            vectors[np.repeat(starts[in_block], part_lengths) + row_in_text] = values
+        return vectors, lengths
 
     def remove(self) -> None:
         """Remove the bank. Its rows must be in committed shards or no longer needed."""
@@ -155,11 +155,11 @@ class Bank:
     def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of some texts in a block, and the number of rows of each text."""
         with map_arrow_file(path) as file:
-            selected = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
-            _, offsets, values = selected.buffers()
-            ends = np.frombuffer(offsets, np.int64)[selected.offset : selected.offset + len(selected) + 1]
-            stored = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.float16).reshape(-1, self._width)
-            return stored, np.diff(ends) // (self._width * stored.itemsize)
+            selection = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
+            _, offsets, values = selection.buffers()
+            ends = np.frombuffer(offsets, np.int64)[selection.offset : selection.offset + len(selection) + 1]
+            vectors = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.float16).reshape(-1, self._width)
+            return vectors, np.diff(ends) // (self._width * vectors.itemsize)
 
 
 def is_intact_block(path: Path) -> bool:
@@ -196,11 +196,11 @@ def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir:
     for shard in Variant(variant_dir).shards():
         try:
             for sample in _missing_rows(shard, missing_digests=missing_digests, is_missing=is_missing, width=width):
-                sample_digests, embedded, sample_lengths = sample
+                sample_digests, vectors, sample_lengths = sample
                 digests.append(sample_digests)
-                rows.append(embedded)
+                rows.append(vectors)
                 lengths.append(sample_lengths)
-                num_bytes += embedded.nbytes
+                num_bytes += vectors.nbytes
                 if num_bytes >= _BLOCK_BYTES:
                     flush()
                     num_bytes = 0
@@ -215,8 +215,8 @@ def _missing_rows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the digests, rows and lengths of the missing texts in a shard, sample by sample."""
     column = shard.index["text_digest"].combine_chunks()
-    offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
-    positions = positions_in(missing_digests, stored)
+    offsets, stored_digests = column.offsets.to_numpy(), from_arrow(column.values)
+    positions = positions_in(missing_digests, stored_digests)
     is_needed = positions >= 0
     is_needed[is_needed] = is_missing[positions[is_needed]]
     samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_needed), side="right") - 1)
@@ -227,13 +227,17 @@ def _missing_rows(
             continue
         start, end = int(offsets[sample]), int(offsets[sample + 1])
         lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - start), np.int64)
-        embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
+        vectors = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
         # The text may have been copied from a different sample already.
         sample_positions = positions[start:end]
-        selected = (sample_positions >= 0) & is_missing[sample_positions]
-        if selected.any():
-            is_missing[sample_positions[selected]] = False
-            yield stored[start:end][selected].astype(DIGESTS), embedded[np.repeat(selected, lengths)], lengths[selected]
+        is_selected = (sample_positions >= 0) & is_missing[sample_positions]
+        if is_selected.any():
+            is_missing[sample_positions[is_selected]] = False
+            yield (
+                stored_digests[start:end][is_selected].astype(DIGESTS),
+                vectors[np.repeat(is_selected, lengths)],
+                lengths[is_selected],
+            )
 
 
 @dataclass(frozen=True)

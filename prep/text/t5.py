@@ -45,8 +45,8 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
     weights = sorted(model.glob("*.safetensors"))
     vocabulary = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
     if not weights or not vocabulary:
-        missing = "weights in safetensors" if not weights else "a tokenizer"
-        raise UserError(f"{model} lacks {missing}", hint=_SUGGESTION)
+        missing_part = "weights in safetensors" if not weights else "a tokenizer"
+        raise UserError(f"{model} lacks {missing_part}", hint=_SUGGESTION)
     for path in weights:
         safetensors_shapes(path)  # raises if the file is damaged
     # The hash covers all files that affect the vectors.

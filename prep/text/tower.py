@@ -106,8 +106,8 @@ class Tower:
                     parts.append(self._embed(ids[batch_rows, :length], batch=batch))
                     positions.append(batch_rows)
         order = np.argsort(np.concatenate(positions), kind="stable")
-        embedded = np.concatenate(parts)[order]
-        return Encoded(embedded, np.ones(len(texts), np.int64), num_cut)
+        vectors = np.concatenate(parts)[order]
+        return Encoded(vectors, np.ones(len(texts), np.int64), num_cut)
 
     def _embed(self, ids: Any, *, batch: int) -> np.ndarray:
         import torch
@@ -289,8 +289,8 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if path.suffix == SAFETENSORS:
         return safetensors_shapes(path)
     try:
-        loaded = torch.load(path, map_location="meta", weights_only=True)
-        tensors = loaded.get("state_dict", loaded)
+        checkpoint = torch.load(path, map_location="meta", weights_only=True)
+        tensors = checkpoint.get("state_dict", checkpoint)
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # noqa: BLE001 - unpickling a file that is not a checkpoint may raise anything
         raise UserError(
@@ -384,7 +384,7 @@ def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> 
         while heap and heap[0][0] == rank:
             positions.append(heapq.heappop(heap)[1])
         first, second = pair_of_rank[rank]
-        changed = []
+        changed_positions = []
         for position in positions:
             follower = successor[position]
             if symbols[position] != first or follower < 0 or symbols[follower] != second:
@@ -393,8 +393,8 @@ def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> 
             successor[position] = successor[follower]
             if successor[position] >= 0:
                 predecessor[successor[position]] = position
-            changed.append(position)
-        for position in changed:
+            changed_positions.append(position)
+        for position in changed_positions:
             for left in (predecessor[position], position):
                 if left >= 0 and successor[left] >= 0:
                     pair = symbols[left], symbols[successor[left]]

@@ -100,8 +100,8 @@ def _run(plan: TextPlan, settings: TextSettings, request: Request, part_run: Par
 
 def text_summary(summary: Summary, *, list_path: Path) -> Report:
     """Return the report of a run; `list_path` is the path of the list of failures."""
-    added, num_texts = summary.added.values, summary.num_encoded + summary.num_reused
-    lines = [f"variant  {summary.variant}", f"captions {added['num_captions']:,} in the manifest"]
+    facts, num_texts = summary.added.values, summary.num_encoded + summary.num_reused
+    lines = [f"variant  {summary.variant}", f"captions {facts['num_captions']:,} in the manifest"]
     if summary.num_shards_made or summary.num_encoded:
         lines.append(
             f"made     {count_noun(summary.num_shards_made, 'shard')}: {count_noun(num_texts, 'unique text')},"
@@ -111,21 +111,21 @@ def text_summary(summary: Summary, *, list_path: Path) -> Report:
         lines += summary.added.lines
     else:
         lines.append("nothing was encoded" if summary.failures else "nothing to encode: all shards are up to date")
-    lines += [f"left out {line}" for line in left_out_lines(added["num_left_out"])]
+    lines += [f"left out {line}" for line in left_out_lines(facts["num_left_out"])]
     lines += failure_lines(
         summary.failures, list_path=list_path, retry_command=retry_arguments(COLUMN, data=list_path.parents[2])
     )
     values = {
         "variant": summary.variant,
         "num_videos": summary.num_chunks,
-        "num_captions": added["num_captions"],
+        "num_captions": facts["num_captions"],
         "num_shards": summary.num_shards,
         "num_shards_made": summary.num_shards_made,
         "num_texts": num_texts,
         "num_encoded": summary.num_encoded,
         "num_taken_over": summary.num_reused,
-        "num_cut": added["num_cut"],
-        "num_left_out": added["num_left_out"],
+        "num_cut": facts["num_cut"],
+        "num_left_out": facts["num_left_out"],
         "num_bytes_written": summary.num_bytes_written,
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
@@ -151,8 +151,8 @@ def text_report(plan: TextPlan) -> Report:
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     max_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_VALUE if num_videos else 0
     disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(max_bytes)))
-    unstored = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
-    flags = {name: value for name, value in unstored.items() if value is not None}
+    unstored_flags = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
+    flags = {name: value for name, value in unstored_flags.items() if value is not None}
     command = COLUMN.command_line({**recipe.values, **flags}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, sample="video")
@@ -237,8 +237,8 @@ def run_text(
         part_texts = texts if part_run is None else texts.select_part(part_run.part)
         bank_result = fill_bank(bank, part_texts, plan=plan, reader=reader, encoder=encoder, engine=engine)
         if lag_limit_s and bank_result.error is None and bank_result.num_encoded:
-            awaited = f"embeddings in {bank.folder}"
-            wait_until_seen(awaited, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
+            subject = f"embeddings in {bank.folder}"
+            wait_until_seen(subject, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, bank_result, part_run):
             # This part only encodes texts. A different part makes the shards.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
@@ -473,13 +473,13 @@ class ShardMaker:
             fields=TEXT_FIELDS,
             num_planned=len(videos),
         ) as shard:
-            for video, embedded, lengths in self._read_rows(videos):
+            for video, vectors, lengths in self._read_rows(videos):
                 if not len(video.digests) and self.plan.where is not None:
                     continue  # no caption of the video is selected
                 if not len(video.digests):
                     message = f"the caption table has no captions of video {video.video_id}"
                     return stop_result(task, FailureCode.IO_ERROR, message)
-                is_valid = (lengths > 0) & texts_with_all(np.isfinite(embedded).all(axis=1), lengths)
+                is_valid = (lengths > 0) & texts_with_all(np.isfinite(vectors).all(axis=1), lengths)
                 if not is_valid.all():
                     missing_digests = [video.digest(row) for row in np.flatnonzero(lengths == 0).tolist()]
                     if not self.not_finite.issuperset(missing_digests):
@@ -495,19 +495,19 @@ class ShardMaker:
                     continue
                 is_sequence = self.plan.recipe.settings.encoder is not None
                 row_tokens = lengths.tolist() if is_sequence else []
-                shard.add(video.sample(embedded, split=task.split, row_tokens=row_tokens))
+                shard.add(video.sample(vectors, split=task.split, row_tokens=row_tokens))
             return shard.commit()
 
     def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
         """Yield each video with the rows and lengths of its texts. Rows are read for several videos at a time."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
-            embedded, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
+            vectors, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
             text_ends = np.cumsum([len(video.digests) for video in group])
             row_ends = np.concatenate([[0], np.cumsum(lengths)])
             for video, end in zip(group, text_ends.tolist(), strict=True):
                 start = end - len(video.digests)
-                yield video, embedded[row_ends[start] : row_ends[end]], lengths[start:end]
+                yield video, vectors[row_ends[start] : row_ends[end]], lengths[start:end]
 
     def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
         """Read the texts of a shard's videos, in order."""
@@ -553,11 +553,11 @@ class _VideoTexts:
         """Return the digest of the text in a row."""
         return self.digests[row : row + 1].tobytes()
 
-    def sample(self, embedded: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
+    def sample(self, vectors: np.ndarray, *, split: str, row_tokens: list[int]) -> Sample:
         """Return the sample of the video.
 
         Args:
-            embedded: Embeddings or sequences of the texts, float16 [texts or tokens, width].
+            vectors: Embeddings or sequences of the texts, float16 [texts or tokens, width].
             split: Split of the shard.
             row_tokens: Number of tokens of each text; empty for embeddings.
         """
@@ -571,11 +571,11 @@ class _VideoTexts:
         }
         return Sample(
             key=self.video_id,
-            members={MEMBER: npy_bytes(embedded), "json": json.dumps(description, ensure_ascii=False).encode()},
+            members={MEMBER: npy_bytes(vectors), "json": json.dumps(description, ensure_ascii=False).encode()},
             fields={
                 "video_id": self.video_id,
                 "num_rows": len(self.texts),
-                "width": embedded.shape[1],
+                "width": vectors.shape[1],
                 "row_tokens": row_tokens,
                 "text_digest": [self.digest(row) for row in range(len(self.texts))],
                 "caption_id": self.caption_ids,

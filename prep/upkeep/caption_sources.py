@@ -51,11 +51,11 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
     """
     with open_captions(data_dir) as file:
         counts = source_counts(file)
-    further: Mapping[str, Any] = read_manifest(data_dir).get(FURTHER_KEY, {})
+    further_sources: Mapping[str, Any] = read_manifest(data_dir).get(FURTHER_KEY, {})
     current = current_variant(data_dir, VIDEO)
     sources = []
-    for name in sorted(counts, key=lambda name: (name in further, name)):
-        models = further[name]["models"] if name in further else []
+    for name in sorted(counts, key=lambda name: (name in further_sources, name)):
+        models = further_sources[name]["models"] if name in further_sources else []
         variants = other_variants(models, current=current)
         stale_because = (
             f"the source describes chunks of {', '.join(variants)}, not of the current variant"
@@ -71,7 +71,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
             CaptionSource(
                 name=name,
                 num_captions=counts[name],
-                is_further=name in further,
+                is_further=name in further_sources,
                 weights=tuple(dict.fromkeys(weights)),
                 stale_because=stale_because,
             )
@@ -109,7 +109,7 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
     captions = open_stored_captions(data_dir)
     captions.verify()
     num_begin = num_end = 0
-    first: list[FailureEntry] = []
+    first_captions: list[FailureEntry] = []
     for block in captions.blocks():
         begins_late = block.begin_s >= end_s[block.video]
         ends_late = ~begins_late & np.isfinite(block.end_s) & (block.end_s > end_s[block.video] + _ROUNDING_S)
@@ -121,8 +121,8 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
                 end = f" to {block.end_s[span]:g} s" if np.isfinite(block.end_s[span]) else ""
                 times = f"{block.begin_s[span]:g} s{end}, in a video of {end_s[video]:g} s"
                 text = captions.texts[int(block.row[caption])].as_py()
-                first.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
-    return LateCaptions(num_begin, num_end, first_few(first))
+                first_captions.append(FailureEntry(video_ids[video].as_py(), code, f"{times}: {text}"))
+    return LateCaptions(num_begin, num_end, first_few(first_captions))
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
@@ -200,9 +200,9 @@ def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.n
         times_ms = (np.minimum(times * 1000, _MAX_TIME_MS).astype(np.int64) for times in (begin_s, end_s))
         caption_starts, caption_ends = (moments.numbers(rows, times) for times in times_ms)
         # Chunks do not overlap, so only the last chunk that begins before the end of the caption matters.
-        last = np.searchsorted(starts, caption_ends) - 1
+        last_chunks = np.searchsorted(starts, caption_ends) - 1
         if not len(starts):
             return np.zeros(len(rows), bool)
-        return (last >= 0) & (ends[np.maximum(last, 0)] > caption_starts)
+        return (last_chunks >= 0) & (ends[np.maximum(last_chunks, 0)] > caption_starts)
 
     return has_chunk

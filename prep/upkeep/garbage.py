@@ -133,8 +133,8 @@ class KeepRules:
 
 
 def _read_by(readers: Sequence[Reader]) -> str:
-    more = f", and {count_noun(len(readers) - 1, 'more reader')}" if len(readers) > 1 else ""
-    return f"read by {readers[0].text}{more}"
+    suffix = f", and {count_noun(len(readers) - 1, 'more reader')}" if len(readers) > 1 else ""
+    return f"read by {readers[0].text}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
             continue
         if name == current:
             stored_files = [commit.files for commit in Variant(folder).commits.values() if commit.files is not None]
-            referenced = {path for file in stored_files for path in (file.tar, file.energon_index, file.index)}
-            known, unknown = _classify_files(folder, needed=referenced)
+            referenced_paths = {path for file in stored_files for path in (file.tar, file.energon_index, file.index)}
+            known, unknown = _classify_files(folder, needed_paths=referenced_paths)
             strays = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
             # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
@@ -309,8 +309,8 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
     if problems := problems_of(variant):
         shard_id, (state, why) = next(iter(problems.items()))
         num_more = len(problems) - 1
-        more = f", and {count_noun(num_more, 'more damaged shard')}" if num_more else ""
-        return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}){more}"
+        suffix = f", and {count_noun(num_more, 'more damaged shard')}" if num_more else ""
+        return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}){suffix}"
     if not variant.shards():
         return "the current variant has no shards yet"
     pending = work_of(column).pending(data_dir, variant)
@@ -318,32 +318,32 @@ def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None)
         return f"the current variant is stale: {pending.stale_because}"
     if pending.wanted_shards is None:
         return "it is unknown whether the current variant is complete"
-    missing = pending.wanted_shards - variant.commits.keys()
-    if missing:
-        return f"the current variant is incomplete: {count_noun(len(missing), 'shard')} not made yet"
+    missing_ids = pending.wanted_shards - variant.commits.keys()
+    if missing_ids:
+        return f"the current variant is incomplete: {count_noun(len(missing_ids), 'shard')} not made yet"
     return None
 
 
-def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
+def _classify_files(folder: Path, *, needed_paths: Collection[str] = ()) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of a variant, keyed by kind in the order of removal, and the unknown files.
 
     Args:
-        needed: Files to omit, as paths relative to the folder.
+        needed_paths: Files to omit, as paths relative to the folder.
     """
     # Lists of commits are removed before the commits.
     known: dict[str, list[str]] = {"contents": [], "commit table": [], "commit": [], "data": [], "recipe": []}
     unknown: list[str] = []
     subfolders = variant_subfolders()
-    derived = {file.name for work in usable_works(columns()) for file in work.extra_files}
+    derived_names = {file.name for work in usable_works(columns()) for file in work.extra_files}
     for entry in _entries(folder):
         is_folder, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
-        if entry.name in needed or _is_temporary(entry):
+        if entry.name in needed_paths or _is_temporary(entry):
             continue
         if is_folder and entry.name in subfolders:
             kind, file_names = subfolders[entry.name]
             _classify_subfolder(entry, file_names, known=known[kind], unknown=unknown)
         elif is_folder and FOLDER.fullmatch(entry.name):
-            _classify_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed=needed)
+            _classify_subfolder(entry, FOLDER_FILE, known=known["data"], unknown=unknown, needed_paths=needed_paths)
         elif is_folder and entry.name == RUNNING_FOLDER:
             unknown.extend(file.path for file in _entries(entry) if not RUNNING_FILE.fullmatch(file.name))
         elif is_folder or is_link:
@@ -352,7 +352,7 @@ def _classify_files(folder: Path, *, needed: Collection[str] = ()) -> tuple[dict
             known["contents" if entry.name == CONTENTS_FILE else "commit table"].append(entry.path)
         elif entry.name == RECIPE_FILE:
             known["recipe"].append(entry.path)
-        elif entry.name in derived or any(file_names.fullmatch(entry.name) for file_names in DATA_FILES):
+        elif entry.name in derived_names or any(file_names.fullmatch(entry.name) for file_names in DATA_FILES):
             known["data"].append(entry.path)
         else:
             unknown.append(entry.path)
@@ -365,11 +365,11 @@ def _classify_subfolder(
     *,
     known: list[str],
     unknown: list[str],
-    needed: Collection[str] = (),
+    needed_paths: Collection[str] = (),
 ) -> None:
     """Add the files in a variant's subfolder to `known` or `unknown`. The commits may be in further subfolders."""
     for entry in _entries(folder):
-        if f"{folder.name}/{entry.name}" in needed or _is_temporary(entry):
+        if f"{folder.name}/{entry.name}" in needed_paths or _is_temporary(entry):
             continue
         if folder.name == COMMITS_FOLDER and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             _classify_subfolder(entry, file_names, known=known, unknown=unknown)
@@ -462,8 +462,8 @@ def is_in_shard_folder(folder: str, name: str) -> bool:
     """Return False if the folder is a folder of shards and the file name begins with a shard ID of another folder."""
     if not FOLDER.fullmatch(folder):
         return True
-    number = re.match(r"\d+", name)
-    return number is None or folder_of(int(number[0])) == folder
+    shard_id = re.match(r"\d+", name)
+    return shard_id is None or folder_of(int(shard_id[0])) == folder
 
 
 def belongs_to_format(data_dir: Path, key: str) -> bool:
@@ -539,14 +539,14 @@ def _copy_of(data_dir: Path) -> "WorkingCopy | None":
     return mirror
 
 
-def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | None, *, data_dir: Path) -> str:
+def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | None, *, data_dir: Path) -> str:
     """Return the report of `prep gc`: removed files with their sizes, and kept files with the reasons.
 
     Args:
         in_bucket: Unfinished uploads and foreign objects.
-        removed: Result of the removal; None in a dry run.
+        removal: Result of the removal; None in a dry run.
     """
-    verb = "to remove" if removed is None else "removed"
+    verb = "to remove" if removal is None else "removed"
     lines = []
     for variant, items in groupby(garbage.items, key=lambda item: item.variant):
         if variant is None:
@@ -566,22 +566,22 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | 
     lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in names]
     if in_bucket.unknown_because is not None:
         lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
-    kept_because = dict.fromkeys(garbage.current if removed is None else (), "the current variant")
+    kept_because = dict.fromkeys(garbage.current if removal is None else (), "the current variant")
     for name, why in (kept_because | garbage.kept_because).items():
         lines.append(f"{'kept':<11}{name if '/' in name else f'all variants and shards of {name}'}: {why}")
-    if not (in_bucket.uploads or (garbage.items if removed is None else removed.num_files)):
+    if not (in_bucket.uploads or (garbage.items if removal is None else removal.num_files)):
         lines.append("nothing to remove")
-    elif removed is None:
+    elif removal is None:
         lines.append(f"{size_text(sum(item.size_bytes for item in garbage.items))} would be freed")
     else:
-        lines.append(f"{size_text(removed.num_bytes)} freed")
+        lines.append(f"{size_text(removal.num_bytes)} freed")
     return "\n".join(lines)
 
 
-def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal | None) -> dict[str, Any]:
+def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | None) -> dict[str, Any]:
     """Return the content of `garbage_text` as JSON values."""
     return {
-        "dry_run": removed is None,
+        "dry_run": removal is None,
         "items": [
             {
                 "path": os.fspath(item.path),
@@ -594,6 +594,6 @@ def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removed: Removal 
         "uploads": [upload.key for upload in in_bucket.uploads],
         "unknown": [*map(os.fspath, garbage.unknown), *in_bucket.foreign],
         "kept_because": garbage.kept_because,
-        "num_bytes": sum(item.size_bytes for item in garbage.items) if removed is None else removed.num_bytes,
-        "failed": [] if removed is None else [{"path": os.fspath(path), "why": why} for path, why in removed.failed],
+        "num_bytes": sum(item.size_bytes for item in garbage.items) if removal is None else removal.num_bytes,
+        "failed": [] if removal is None else [{"path": os.fspath(path), "why": why} for path, why in removal.failed],
     }

@@ -147,20 +147,20 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         pattern = f"/{name.lower().removeprefix('/')}"
         is_match = pc.or_(*(pc.ends_with(names, pattern=pattern) for names in (paths, without_extension)))
         video_ids = videos["video_id"].filter(is_match).combine_chunks()
-    matching: list[tuple[CommittedShard, int]] = []
+    matching_rows: list[tuple[CommittedShard, int]] = []
     for shard in shards:
         matches = pc.starts_with(shard.index["key"], pattern=name, ignore_case=True)
         if "video_id" in shard.index.column_names:
             matches = pc.or_(matches, pc.is_in(shard.index["video_id"], value_set=video_ids))
-        matching += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
-    if len(matching) == 1 and not num_unread:
-        return matching[0]
+        matching_rows += [(shard, row) for row in pc.indices_nonzero(matches).to_pylist()]
+    if len(matching_rows) == 1 and not num_unread:
+        return matching_rows[0]
     if num_unread:
         hint = f"{count_noun(num_unread, 'shard')} cannot be read; run `prep verify`"
-    elif matching:
-        keys = sorted(shard.index["key"][row].as_py() for shard, row in matching)
-        more = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
-        hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{more}"
+    elif matching_rows:
+        keys = sorted(shard.index["key"][row].as_py() for shard, row in matching_rows)
+        suffix = f", and {len(keys) - _NUM_NEAREST:,} more" if len(keys) > _NUM_NEAREST else ""
+        hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{suffix}"
     else:
         hint = _nearest_keys(shards, name)
     raise UserError(f'no {column.sample} "{name}" in variant {variant.directory.name}', hint=hint)
@@ -178,8 +178,8 @@ def _nearest_keys(shards: list[CommittedShard], key: str) -> str:
         rows = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
         starts += zip(rows["start_ms"].to_pylist(), rows["key"].to_pylist(), strict=True)
     if starts:
-        nearest = sorted(starts, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
-        return f"use a key of this video, such as {', '.join(name for _, name in sorted(nearest))}"
+        nearest_starts = sorted(starts, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
+        return f"use a key of this video, such as {', '.join(name for _, name in sorted(nearest_starts))}"
     first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
     return f"use a key such as {', '.join(first)}" if first else "run `prep status`; there are no readable shards"
 
@@ -274,7 +274,7 @@ def _compare_arrays(first: ColumnArrays, second: ColumnArrays) -> Comparison:
         starts = (arrays.rows.table[name].to_pylist() for name in names)
         rows.append({sample: row for row, sample in enumerate(zip(ids, *starts, strict=True))})
     common = [sample for sample in rows[0] if sample in rows[1]]
-    selection = [common[number * len(common) // _NUM_COMPARED] for number in range(_NUM_COMPARED)] if common else []
+    selection = [common[index * len(common) // _NUM_COMPARED] for index in range(_NUM_COMPARED)] if common else []
     num_other_shape = num_values = 0
     largest = total = sum_of_squares = sum_of_values = 0.0
     samples = [*dict.fromkeys(selection)]

@@ -286,11 +286,11 @@ def _column_status(
                 failures_file=failures_file if failures_file.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(variant))]),
             )
-        running = [] if is_abandoned else running_shards(variant.directory)
+        progress = [] if is_abandoned else running_shards(variant.directory)
         lost = lost_samples(data_dir, column.name, variant=name, former_variant=current) if name == unfinished else []
         variants.append(
             replace(
-                _variant_status(variant, pending, is_current=name == current, running=running),
+                _variant_status(variant, pending, is_current=name == current, progress=progress),
                 lost=dict(Counter(failure.code for failure in lost).most_common()),
                 readers=tuple(reader.text for reader in readers.find(column.name, name)),
             )
@@ -361,11 +361,11 @@ def _first_sources(probes: pa.Table) -> list[FailureEntry]:
 
 
 def _variant_status(
-    variant: Variant, pending: PendingWork, *, is_current: bool, running: list[ShardProgress]
+    variant: Variant, pending: PendingWork, *, is_current: bool, progress: list[ShardProgress]
 ) -> VariantStatus:
     shards, length = variant.shards(), length_of(variant)
     codes = Counter(failure.code for failure in _failures(variant))
-    num_done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
+    num_done = sum(shard.num_done for shard in progress if shard.shard_id not in variant.commits)
     try:
         where = read_selection(variant.directory).get(WHERE)
     except UserError:
@@ -379,7 +379,7 @@ def _variant_status(
         hours=length.seconds / 3600,
         failures=dict(codes.most_common()),
         num_wanted=pending.num_wanted,
-        num_running=num_done if running else None,
+        num_running=num_done if progress else None,
         where=where,
         num_missing=0 if is_current else len((pending.wanted_shards or frozenset()) - variant.commits.keys()),
         num_unread=length.num_unread,
@@ -404,8 +404,8 @@ def status_text(status: Status) -> str:
         is_first = column_named(column.column).is_first
         failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
         failures.update(column.current_status.failures if column.current_status is not None else {})
-        where = "" if is_first else f" of {column.column}"
-        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
+        owner = "" if is_first else f" of {column.column}"
+        lines += [f"failed    {count} x {code}{owner}" for code, count in failures.most_common()]
         lines += entry_lines(
             column.first_failures, num_all=failures.total(), list_path=column.failures_file, indent=_INDENT
         )

@@ -163,13 +163,13 @@ def verify_variant(
     problems = {damaged.shard_id: [damaged] for damaged in map(commit_problem, variant.damaged)}
     inaccessible: dict[int, Finding] = {}
     with ThreadPoolExecutor(num_workers) as pool:
-        running = {
+        commits_by_future = {
             pool.submit(_verify_commit, variant.directory, commit): commit for commit in variant.commits.values()
         }
         try:
-            for done, future in enumerate(as_completed(running), 1):
+            for done, future in enumerate(as_completed(commits_by_future), 1):
                 on_shard(done, len(variant.commits))
-                shard_id, outcome = running[future].shard_id, future.result()
+                shard_id, outcome = commits_by_future[future].shard_id, future.result()
                 if isinstance(outcome, Inaccessible):
                     inaccessible[shard_id] = Finding(shard_id, None, _INACCESSIBLE, str(outcome))
                 elif outcome:
@@ -249,8 +249,8 @@ def _verify_commit(folder: Path, commit: Commit) -> list[Problem] | Inaccessible
 def _check_deep(
     variant: Variant, commits: list[Commit], *, column: ColumnSpec, num_workers: int
 ) -> Iterator[DeepResult]:
-    longest_first = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
-    tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
+    sorted_commits = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
+    tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in sorted_commits)
     check = None
     if (mirror := mirror_of(variant.directory)) is not None:
         from clipmill.manifests.storage.mounting import mount_problem
@@ -281,9 +281,9 @@ def check_deep(task: DeepTask) -> DeepResult:
                 for extension in extensions_of(table):
                     tar.seek(row[f"{extension}_offset"])
                     members[extension] = tar.read(row[f"{extension}_size"])
-                checked: CheckedSample = check_sample(row, members, task.commit.split)
-                num_checked += checked.num_checked
-                findings += [(key, str(code), message) for code, message in checked.differences]
+                checked_sample: CheckedSample = check_sample(row, members, task.commit.split)
+                num_checked += checked_sample.num_checked
+                findings += [(key, str(code), message) for code, message in checked_sample.differences]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
     except Inaccessible as error:
@@ -518,8 +518,10 @@ def failure_text(result: VerifyResult, variant: Variant, *, column: ColumnSpec, 
     unmarked_ids = sorted({*result.unseen, *(finding.shard_id for finding in result.deep_findings)})
     if unmarked_ids:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in unmarked_ids[:5])
-        more = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
-        parts.append(f"a run cannot detect some of the damage; to repair it, first remove these commits: {paths}{more}")
+        suffix = f" and {len(unmarked_ids) - 5} more" if len(unmarked_ids) > 5 else ""
+        parts.append(
+            f"a run cannot detect some of the damage; to repair it, first remove these commits: {paths}{suffix}"
+        )
     if result.inaccessible:
         shards = count_noun(len(result.inaccessible), "shard")
         parts.append(f"{shards} of {name} cannot be accessed but may be intact; verify again later")

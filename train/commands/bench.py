@@ -67,11 +67,11 @@ def bench_command(name: str) -> Callable[..., None]:
         if provenance is not None and os.environ.get("RANK", "0") == "0":
             for remark in provenance.remarks:
                 print(remark, file=sys.stderr)
-        _measure(spec, settings, seconds=seconds, distributed=distributed, as_json=as_json)
+        _measure(spec, settings, seconds=seconds, distributed_flags=distributed, as_json=as_json)
 
-    training = f"train {name} (the default task)" if name == DEFAULT else f"train {name}"
+    training_command = f"train {name} (the default task)" if name == DEFAULT else f"train {name}"
     command.__doc__ = docstring(
-        f"Profile the input pipeline and training step of {training}, and report the bottleneck.\n\n"
+        f"Profile the input pipeline and training step of {training_command}, and report the bottleneck.\n\n"
         "The benchmark measures the disk, the loader and its stages, the model, and the time and memory of complete "
         "steps. With several processes (torchrun), it instead breaks down the time of a step into computation and "
         "communication.",
@@ -89,7 +89,7 @@ def _measure(
     settings: ClipSettings,
     *,
     seconds: float,
-    distributed: DistributedFlags,
+    distributed_flags: DistributedFlags,
     as_json: bool,
 ) -> None:
     require_paths(shards=settings.folders, init=settings.init.sources)
@@ -109,7 +109,7 @@ def _measure(
         reading_variants(choose_variants(settings.folders, settings.variant, cache=settings.cache)),
     ):
         if world.size == 1:
-            for name, value in asdict(distributed).items():
+            for name, value in asdict(distributed_flags).items():
                 if value:
                     raise UserError(
                         f"--{name} needs several processes, but there is only one",
@@ -121,15 +121,15 @@ def _measure(
             result = run_breakdown(
                 spec,
                 settings,
-                strategies=distributed.strategies or [settings.parallel.strategy],
-                exchanges=distributed.exchanges or [None],
+                strategies=distributed_flags.strategies or [settings.parallel.strategy],
+                exchanges=distributed_flags.exchanges or [None],
                 seconds=seconds,
                 world=world,
             )
         if not world.is_first:
             return
-        if distributed.page is not None:
-            write_breakdown(result, distributed.page)
+        if distributed_flags.page is not None:
+            write_breakdown(result, distributed_flags.page)
         if as_json:
             print(json.dumps(result))
         elif world.size == 1:

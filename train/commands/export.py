@@ -154,9 +154,9 @@ def _require_format(form: str) -> None:
         raise UserError(
             f"there is no format {form} (--format)", hint=f"use one of {', '.join(names)}", flags=("--format",)
         )
-    if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
+    if missing_packages := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
         raise UserError(
-            f"--format {form} needs {' and '.join(missing)}",
+            f"--format {form} needs {' and '.join(missing_packages)}",
             hint=f"pip install 'clipmill[{form}]'",
             flags=("--format",),
         )

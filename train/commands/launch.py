@@ -265,8 +265,8 @@ def _summary(
     next_command: str | None,
 ) -> dict[str, Any]:
     """Return the summary of a finished run that `--json` prints; non-finite numbers become None."""
-    last = lines[-1] if lines else {}
-    numbers = {name: value for name, value in last.items() if isinstance(value, int | float)}
+    last_line = lines[-1] if lines else {}
+    numbers = {name: value for name, value in last_line.items() if isinstance(value, int | float)}
     finite_values = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     return {
         "task": spec.name,
@@ -337,5 +337,5 @@ def _open_weights(settings: ClipSettings, *, world: World, say: Say, run: RunFol
         world.first(lambda: fetch_tag(settings.init, settings.towers, say=say))
     if run is None:
         return open_weights(settings.init, settings.towers)
-    opened = open_base(run.require_checkpoint()) if settings.lora.rank else None
-    return None if opened is None else opened[1]
+    base = open_base(run.require_checkpoint()) if settings.lora.rank else None
+    return None if base is None else base[1]

@@ -114,9 +114,10 @@ def _run(plan: "Plan") -> None:
     if plan.proposal.num_processes > 1:
         # Replace this process with the torchrun program beside this interpreter, which also frees the GPU memory.
         programs = Path(sys.executable).parent
-        torchrun, *rest = plan.arguments
-        rest = [str(programs / word) if word == "train" and (programs / word).exists() else word for word in rest]
-        os.execv(programs / torchrun, [torchrun, *rest])
+        torchrun, *arguments = plan.arguments
+        has_train = (programs / "train").exists()
+        arguments = [str(programs / word) if word == "train" and has_train else word for word in arguments]
+        os.execv(programs / torchrun, [torchrun, *arguments])
     launch(plan.proposal.spec, plan.settings, resume=False, provenance=Provenance())
     out = plan.settings.out
     print(f"page: {out / 'index.html'}\ncheckpoints: {out / 'checkpoints'}")

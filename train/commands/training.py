@@ -68,7 +68,7 @@ def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = No
 
     app.config = (fill, check_values)
     with deferred_checks():
-        command, bound, not_parsed = app.parse_args(strings)
+        command, bound, unparsed_parameters = app.parse_args(strings)
     errors: list[UserError] = []
     for settings in bound.arguments.values():
         if isinstance(settings, Checked):
@@ -76,7 +76,7 @@ def parse(app: "App", strings: Sequence[str], provenance: Provenance | None = No
             errors += [*mistakes(settings), *unknown_parts(settings)]
     raise_mistakes(errors)
     # Commands that print or save the source of each value have this parameter.
-    keywords = {"provenance": record} if "provenance" in not_parsed else {}
+    keywords = {"provenance": record} if "provenance" in unparsed_parameters else {}
     return lambda: command(*bound.args, **bound.kwargs, **keywords)
 
 
@@ -106,21 +106,21 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     if values_of("--resume"):
         out = local_folder(values_of("--out")[0]) if values_of("--out") else TrainingSettings.out
         # If --out does not hold a run, a new run starts, or opening the run raises an error.
-        if (saved := RunFolder(out).settings).is_file():
+        if (saved_settings := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
-            old = load_settings(saved, find_task(commands[-1]).settings)
-            require_parts(old, RunFolder(out))
+            old_settings = load_settings(saved_settings, find_task(commands[-1]).settings)
+            require_parts(old_settings, RunFolder(out))
             # Report a different number of folders first. Otherwise the errors would be about flags that depend on the
             # number, such as --mix and names of metrics.
             folders = values_of("--shards")
-            if folders and len(folders) != len(old.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
+            if folders and len(folders) != len(old_settings.folders) and any(RunFolder(out).checkpoints.glob("step_*")):
                 raise UserError(
                     f"--shards lists {count_noun(len(folders), 'data folder')}, but the run in {out} has "
-                    f"{len(old.folders)}: {', '.join(old.folders)}",
+                    f"{len(old_settings.folders)}: {', '.join(old_settings.folders)}",
                     hint="list all these folders or omit --shards to continue, or use a different --out for a new run",
                     flags=("--shards",),
                 )
-            fill(saved)
+            fill(saved_settings)
 
 
 def _preset_of(name: str, command: str) -> Path:

@@ -116,15 +116,16 @@ def survey(address: str) -> Survey:
             f"no chunk of {address} belongs to a video in its manifest",
             hint=f"make the chunks: {how_to_make(VIDEO, address, columns[VIDEO])}",
         )
-    divided = read_divided_videos(folder.path)
-    names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *(divided.splits if divided else ())]))
+    divided_videos = read_divided_videos(folder.path)
+    divided_splits = divided_videos.splits if divided_videos else ()
+    names = list(dict.fromkeys([*pc.unique(videos["split"]).to_pylist(), *divided_splits]))
     codes: NDArray[np.int64] = index_in(videos["split"].combine_chunks(), pa.array(names))
     has_chunks = np.bincount(table.video_row, minlength=len(codes)) > 0
     captions, labels = _captions(folder.path, video_ids, codes, has_chunks, names=names)
     return Survey(
         address=address,
         columns=columns,
-        splits=_splits(names, codes, has_chunks, table, captions, divided=divided),
+        splits=_splits(names, codes, has_chunks, table, captions, divided_videos=divided_videos),
         chunk_s=float(np.median(_seconds(table))),
         labels=labels,
     )
@@ -249,15 +250,15 @@ def _splits(
     table: ChunkTable,
     captions: Mapping[int, Counter[str]],
     *,
-    divided: DividedVideos | None,
+    divided_videos: DividedVideos | None,
 ) -> dict[str, SplitFacts]:
     video, chunk_code, seconds = table.video_row, codes[table.video_row], _seconds(table)
-    if divided is not None:
-        is_divided, parts_of_splits = np.isin(video, divided.video), []
+    if divided_videos is not None:
+        is_divided, parts_of_splits = np.isin(video, divided_videos.video), []
         begin_us, end_us = table.start_ms * 1000, table.end_us
         for code, name in enumerate(names):
             rows = np.flatnonzero(is_divided | (chunk_code == code))
-            parts = divided.split_parts(name, video=video[rows], begin_us=begin_us[rows], end_us=end_us[rows])
+            parts = divided_videos.split_parts(name, video=video[rows], begin_us=begin_us[rows], end_us=end_us[rows])
             seconds = (parts.end_us - parts.begin_us) / 1e6
             parts_of_splits.append((video[rows][parts.span], np.full(len(seconds), code), seconds))
         video, chunk_code, seconds = (np.concatenate(arrays) for arrays in zip(*parts_of_splits, strict=True))

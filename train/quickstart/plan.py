@@ -347,7 +347,7 @@ def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) 
                 hint=f"use one of the presets: {', '.join(presets_of(kind))}",
             )
     settings: Any = load_settings(preset_path(preset.value, task.value), kind)
-    folders = (Path("runs", f"quickstart-{number}" if number > 1 else "quickstart") for number in range(1, 10_000))
+    folders = (Path("runs", f"quickstart-{index}" if index > 1 else "quickstart") for index in range(1, 10_000))
     changes: dict[str, Any] = {
         "shards": surveys[0].address if len(surveys) == 1 else tuple(data.address for data in surveys),
         "split": split,
