@@ -30,7 +30,7 @@ from clipmill.prep.sources.table import PROBES, SHARES_FOLDER, FileStates, Probe
 if TYPE_CHECKING:
     from clipmill.prep.core.parts import PartRun
 
-_SHARES_PER_PART = 8  # small shares: a killed part loses little, and parts of unequal speed end at the same time
+_SHARES_PER_PART = 8  # small shares: a killed part loses little, and fast and slow parts end at about the same time
 
 
 def num_shares(states: FileStates, *, num_parts: int) -> int:

@@ -65,7 +65,7 @@ _DAMAGE = (
     (r"Invalid data found", FailureCode.DECODE_ERRORS),
     (r"corrupt", FailureCode.DECODE_ERRORS),
 )
-# Messages of ffmpeg's threads and files that are only consequences of an earlier error.
+# Messages from ffmpeg's threads and files that are only consequences of an earlier error.
 _CONSEQUENCES = re.compile(
     r"Task finished with error code|Terminating thread with return code|Last message repeated|Conversion failed"
     r"|Error opening (in|out)put files?\b|Nothing was written|Error sending frames to consumers|Error while filtering"

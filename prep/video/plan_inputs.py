@@ -145,8 +145,8 @@ def make_plan(
     read_again = frozenset(videos.ids.take(pa.array(failed_rows)).to_pylist())
     probes = probes.drop_columns(["path", "mtime_ns"])  # these columns take half a gigabyte for ten million videos
     shots = _stored_shots(data_dir, recipe)
-    planned = _plan_shards(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
-    return replace(planned, read_again=read_again)
+    full_plan = _plan_shards(data_dir, recipe, videos, probes, shots=shots, retry_codes=retry_codes)
+    return replace(full_plan, read_again=read_again)
 
 
 def _stored_shots(data_dir: Path, recipe: ResolvedRecipe) -> pa.Table | None:
@@ -207,21 +207,21 @@ def _plan_shards(
     )
 
 
-def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInputs:
-    """Detect the shots that are missing from the plan, and plan again; return `planned` if no shots are missing.
+def add_missing_shots(full_plan: PlanWithInputs, engine: "Engine") -> PlanWithInputs:
+    """Detect the shots that are missing from the plan, and plan again; return `full_plan` if no shots are missing.
 
     The caller must hold the lock of the column.
     """
-    plan, recipe = planned.plan, planned.plan.recipe
-    if plan.shots is None or planned.shots is None or not len(plan.shots.undetected_rows):
-        return planned
+    plan, recipe = full_plan.plan, full_plan.plan.recipe
+    if plan.shots is None or full_plan.shots is None or not len(plan.shots.undetected_rows):
+        return full_plan
     from clipmill.prep.sources.shot_table import detect_shots
 
     # The folder of the variant holds the ticket of the workers, and its recipe records the detector.
-    make_variant(planned.variant_dir, dict(recipe.values))
+    make_variant(full_plan.variant_dir, dict(recipe.values))
     # The table keeps the shots that any variant uses.
     used_detectors = set()
-    for variant in variants_of(planned.data_dir, VIDEO):
+    for variant in variants_of(full_plan.data_dir, VIDEO):
         with suppress(UserError):  # the variant has a different schema
             variant_recipe = _stored_recipe(variant)
             if variant_recipe.settings.cut == "shots":
@@ -229,13 +229,13 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
     needs = ("clipmill.prep.sources.detector:version_mismatch", recipe.values["scenedetect"])
     title = "detecting shots"
     with (
-        worker_ticket(planned.variant_dir, package=COLUMN.package, needs=needs) as ticket,
+        worker_ticket(full_plan.variant_dir, package=COLUMN.package, needs=needs) as ticket,
         Activity(title) as activity,
     ):
         detection = detect_shots(
-            planned.data_dir,
+            full_plan.data_dir,
             list(plan.detection_tasks()),
-            shots=planned.shots,
+            shots=full_plan.shots,
             key=detector_key(recipe),
             used_detectors=used_detectors,
             engine=engine,
@@ -243,15 +243,15 @@ def add_missing_shots(planned: PlanWithInputs, engine: "Engine") -> PlanWithInpu
             on_progress=activity.counter(title),
         )
     new_plan = _plan_shards(
-        planned.data_dir,
+        full_plan.data_dir,
         recipe,
-        planned.videos,
-        planned.probes,
+        full_plan.videos,
+        full_plan.probes,
         shots=detection.shots,
-        retry_codes=planned.retry_codes,
+        retry_codes=full_plan.retry_codes,
         detection=detection,
     )
-    return replace(new_plan, read_again=planned.read_again)
+    return replace(new_plan, read_again=full_plan.read_again)
 
 
 def left_out_values(plan: Plan) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _stored_recipe(variant: Variant) -> ResolvedRecipe:
     return replace(recipe, settings=recipe.settings.settings())
 
 
-def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
+def chunk_job(full_plan: PlanWithInputs, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
     """Write the layout of the plan and return the plan as a job for the driver.
 
     Args:
@@ -305,25 +305,25 @@ def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "
     from clipmill.prep.core.run import Job
     from clipmill.prep.video.worker import ShardTask, make_shard
 
-    column = column_of(planned.plan.recipe)
-    plan, version = planned.plan, planned.plan.recipe.values.get("ffmpeg")  # None for `prep index`
-    write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
+    column = column_of(full_plan.plan.recipe)
+    plan, version = full_plan.plan, full_plan.plan.recipe.values.get("ffmpeg")  # None for `prep index`
+    write_layout(layout_path(full_plan.data_dir, plan.recipe.settings), plan.layout)
     has_work = any(shard.has_work for shard in plan.shards)
-    captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
+    captions_file = captions_path(full_plan.data_dir) if plan.has_captions and has_work else None
     groups = None
     if captions_file is not None:
-        groups = caption_groups(captions_file, planned.videos.ids)
+        groups = caption_groups(captions_file, full_plan.videos.ids)
 
     def task(shard: ShardPlan) -> "ShardTask":
         return ShardTask(
-            variant_dir=planned.variant_dir,
+            variant_dir=full_plan.variant_dir,
             shard_id=shard.shard_id,
             split=shard.split,
             plan_fingerprint=shard.plan_fingerprint,
             recipe=plan.recipe,
             spans=tuple(plan.spans(shard.rows)),
-            old_commit=planned.commits.get(shard.shard_id),
-            other_tars=planned.changes[shard.shard_id].other_tars if shard.shard_id in planned.changes else (),
+            old_commit=full_plan.commits.get(shard.shard_id),
+            other_tars=full_plan.changes[shard.shard_id].other_tars if shard.shard_id in full_plan.changes else (),
             captions_file=captions_file,
             caption_groups=()
             if groups is None
@@ -333,15 +333,15 @@ def chunk_job(planned: PlanWithInputs, *, scratch_bytes: int | None = None) -> "
 
     return Job(
         column=column,
-        data_dir=planned.data_dir,
-        variant_dir=planned.variant_dir,
+        data_dir=full_plan.data_dir,
+        variant_dir=full_plan.variant_dir,
         recipe=dict(plan.recipe.values),
         shards=plan.shards,
         make=make_shard,
         task=task,
         video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         planning_failures=[*plan.failed_sources(), *(plan.lost_sources() if column is INDEX else ())],
-        read_again=planned.read_again,
+        read_again=full_plan.read_again,
         chunk_s=plan.mean_chunk_s,
         needs=None if version is None else ("clipmill.prep.video.ffmpeg:version_mismatch", version),
     )

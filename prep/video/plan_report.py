@@ -282,19 +282,19 @@ def _range(value: float, factors: tuple[float, float, float]) -> tuple[float, fl
     return value * low, value * high
 
 
-def estimate_of(planned: PlanWithInputs) -> Estimate:
+def estimate_of(full_plan: PlanWithInputs) -> Estimate:
     """Estimate the cost of the spans that must be encoded. Chunks that are only copied cost nothing.
 
     The function encodes short sections of some videos, so that the estimate is valid for this machine and these videos.
     """
-    plan, rows = planned.plan, planned.rows_to_encode()
+    plan, rows = full_plan.plan, full_plan.rows_to_encode()
     num_shards = sum(shard.has_work for shard in plan.shards)
     if plan.recipe.settings.codec == INDEXED:
         cost = _index_estimate(plan, rows)
         return add_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=0) if len(rows) else cost
     work, load = plan.workload(rows), os.getloadavg()[0]  # read the load before the trials increase it
     trials = run_trials(plan, rows, work) if len(rows) else EncodeTrials()
-    cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
+    cost = estimate(work, trials.trials, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(full_plan))
     cost = replace(cost, lacking_trials=trials.skip_reasons)
     return add_wall_time(cost, num_cores=count_cores(), num_shards=num_shards, load=load) if len(rows) else cost
 
@@ -336,16 +336,16 @@ def container_bytes(plan: Plan, rows: np.ndarray) -> float:
     return float(num_chunks * _CHUNK_BYTES + seconds.sum() * float(settings.fps_exact) * _FRAME_BYTES)
 
 
-def _bytes_per_second(planned: PlanWithInputs) -> float | None:
+def _bytes_per_second(full_plan: PlanWithInputs) -> float | None:
     """Return the bytes per second of video in one committed shard of this variant; None if no shard is readable."""
-    for commit in planned.commits.values():
+    for commit in full_plan.commits.values():
         if commit.files is None:
             continue
         try:
-            frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
+            frames = open_index(full_plan.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
         except (DamagedIndex, OSError):
             continue  # try the next shard
-        return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
+        return float(commit.files.tar_bytes * full_plan.plan.recipe.settings.fps_exact / int(frames))
     return None
 
 
@@ -373,25 +373,25 @@ def estimate_lines(cost: Estimate) -> list[str]:
     return lines
 
 
-def plan_report(planned: PlanWithInputs) -> Report:
+def plan_report(full_plan: PlanWithInputs) -> Report:
     """Return the report of a plan: the work by state and reason, and its estimated cost.
 
     Raises:
         UserError: The table of captions is damaged.
     """
-    if planned.plan.has_captions:
-        captions_path(planned.data_dir)  # verify the table of captions, because a run requires it
-    plan, cost, differences = planned.plan, estimate_of(planned), differences_from_current(planned)
+    if full_plan.plan.has_captions:
+        captions_path(full_plan.data_dir)  # verify the table of captions, because a run requires it
+    plan, cost, differences = full_plan.plan, estimate_of(full_plan), differences_from_current(full_plan)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     # Replace the generic reason of a state with the specific reason for a shard, if it is known.
-    moved_shards = plan.shards_of_moved_videos(planned.commits)
-    if planned.commits:
+    moved_shards = plan.shards_of_moved_videos(full_plan.commits)
+    if full_plan.commits:
         new_reason = "new videos, or videos that have become longer"
     else:
-        is_first = current_variant(planned.data_dir, VIDEO) is None
+        is_first = current_variant(full_plan.data_dir, VIDEO) is None
         new_reason = "not made yet" if is_first else "not made with these settings yet"
     reasons = {shard.shard_id: new_reason for shard in plan.shards if shard.state == ShardState.NEW}
-    reasons |= {shard_id: change.reason for shard_id, change in planned.changes.items() if change.reason}
+    reasons |= {shard_id: change.reason for shard_id, change in full_plan.changes.items() if change.reason}
     reasons |= {
         shard.shard_id: _MOVE_REASONS[shard.state, moved_shards[shard.shard_id]]
         for shard in plan.shards
@@ -399,19 +399,19 @@ def plan_report(planned: PlanWithInputs) -> Report:
     }
     lines += states_lines(plan.shards, reasons=reasons, verb=(column := column_of(plan.recipe)).verb)
     lines += failure_lines(
-        list(plan.failed_sources()), list_path=None, retry_command=retry_arguments(COLUMN, data=planned.data_dir)
+        list(plan.failed_sources()), list_path=None, retry_command=retry_arguments(COLUMN, data=full_plan.data_dir)
     )
     lost_sources = plan.lost_sources()
     codes = dict(Counter(failure.code for failure in lost_sources).most_common())
     lines += [f"lost     {line}" for line in lost_source_lines(codes, is_indexed=column is INDEX)]
     lines += entry_lines(first_failures(lost_sources), num_all=len(lost_sources), list_path=None, indent=" " * 9)
     failures = [
-        failure for shard in plan.shards if shard.num_failed for failure in planned.commits[shard.shard_id].failures
+        failure for shard in plan.shards if shard.num_failed for failure in full_plan.commits[shard.shard_id].failures
     ]
-    lines += retry_lines(failures, planned)
+    lines += retry_lines(failures, full_plan)
     has_work = any(shard.has_work for shard in plan.shards)
-    shots, tails, lost_time = _undetected_shots(plan), short_tails(plan), _time_lost_to_other_splits(planned)
-    read_twice = sources_read_twice(planned)
+    shots, tails, lost_time = _undetected_shots(plan), short_tails(plan), _time_lost_to_other_splits(full_plan)
+    read_twice = sources_read_twice(full_plan)
     num_noted, notes = plan.notes(max_videos=MAX_ENTRIES)
     lines += [
         *shots.lines,
@@ -423,28 +423,28 @@ def plan_report(planned: PlanWithInputs) -> Report:
     # A run writes tars with encoded and copied chunks, and indexes. The upper limit adds container overhead, which an
     # estimate from stored tars already includes.
     low, high = cost.size_bytes_range or (cost.size_bytes, cost.size_bytes)
-    copied_bytes = sum(change.copied_bytes for change in planned.changes.values())
+    copied_bytes = sum(change.copied_bytes for change in full_plan.changes.values())
     disk = disk_use(
-        planned.data_dir,
+        full_plan.data_dir,
         column=VIDEO,
         variant=plan.recipe.variant,
-        added_bytes=(low + copied_bytes, high + copied_bytes + container_bytes(plan, planned.rows_to_encode())),
+        added_bytes=(low + copied_bytes, high + copied_bytes + container_bytes(plan, full_plan.rows_to_encode())),
         replaced_bytes=sum(
-            planned.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED_STATES
+            full_plan.commits[shard.shard_id].size_bytes for shard in plan.shards if shard.state in _REPLACED_STATES
         ),
     )
     if has_work:
-        lines += [*audio_lines(planned), *estimate_lines(cost), *read_twice.lines, *disk.lines()]
+        lines += [*audio_lines(full_plan), *estimate_lines(cost), *read_twice.lines, *disk.lines()]
     command = None
     if (
         has_work
         or shots.values.get("num_undetected_videos")
         or any(shard.state == ShardState.ORPHANED for shard in plan.shards)
     ):
-        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=full_plan.data_dir)
         lines.append(next_line(command))
     elif can_be_retried(failures):
-        command = shlex.join(retry_arguments(COLUMN, data=planned.data_dir))
+        command = shlex.join(retry_arguments(COLUMN, data=full_plan.data_dir))
         lines.append(next_line(command))
     else:
         is_incomplete = failures or (lost_sources and column is INDEX)
@@ -476,15 +476,15 @@ def can_be_retried(failures: Sequence[Failure]) -> bool:
     return any(failure.code not in SOURCE_AWAY | TRANSIENT for failure in failures)
 
 
-def retry_lines(failures: Sequence[Failure], planned: PlanWithInputs) -> list[str]:
+def retry_lines(failures: Sequence[Failure], full_plan: PlanWithInputs) -> list[str]:
     """Return lines about earlier failures that caused missing chunks, and about the commands that retry them."""
     if not failures:
         return []
-    codes, command = {failure.code for failure in failures}, column_of(planned.plan.recipe).command
+    codes, command = {failure.code for failure in failures}, column_of(full_plan.plan.recipe).command
     hints = [f"`prep {command}` retries them"] if codes & TRANSIENT else []
     hints += [f"`prep {command}` retries them as soon as the source can be read"] if codes & SOURCE_AWAY else []
     if can_be_retried(failures):
-        hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=planned.data_dir))}` retries them")
+        hints.append(f"`{shlex.join(retry_arguments(COLUMN, data=full_plan.data_dir))}` retries them")
     lines = [f"missing  chunks, because of {count_noun(len(failures), 'earlier failure')}: {codes_line(failures)}"]
     lines += entry_lines(first_failures(failures), num_all=len(failures), list_path=None, indent=" " * 9)
     return [*lines, f"         {'; '.join(hints)}"]
@@ -515,12 +515,12 @@ def _undetected_shots(plan: Plan) -> Addition:
     return Addition(lines if num_videos else [], values)
 
 
-def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
+def _time_lost_to_other_splits(full_plan: PlanWithInputs) -> Addition:
     """Return the report lines about time that splits lose to captions of other splits; empty if no time is lost."""
-    divided_videos = read_divided_videos(planned.data_dir)
+    divided_videos = read_divided_videos(full_plan.data_dir)
     if divided_videos is None:
         return Addition([], {})
-    plan, us_per_frame = planned.plan, 1_000_000 / planned.plan.recipe.settings.fps_exact
+    plan, us_per_frame = full_plan.plan, 1_000_000 / full_plan.plan.recipe.settings.fps_exact
     rows = np.flatnonzero(np.isin(plan.video_rows, divided_videos.video))
     video, times_us = list[int](), list[tuple[int, int]]()
     for row, span in zip(rows.tolist(), plan.spans(rows.tolist()), strict=True):
@@ -528,13 +528,13 @@ def _time_lost_to_other_splits(planned: PlanWithInputs) -> Addition:
         times_us += pairwise(round(frame * us_per_frame) for frame in boundaries)
         video += [int(plan.video_rows[row])] * len(span.span.chunk_frames)
     begin_us, end_us = np.array(times_us, np.int64).reshape(-1, 2).T
-    splits = read_videos(planned.data_dir, columns=["split"])["split"].combine_chunks()
+    splits = read_videos(full_plan.data_dir, columns=["split"])["split"].combine_chunks()
     times = lost_times(divided_videos, splits, video=np.array(video, np.int64), begin_us=begin_us, end_us=end_us)
     values = {"of_other_splits": {split: asdict(time) for split, time in times.items()}}
     return Addition(lost_lines(times, indent=9), values)
 
 
-def explanation(planned: PlanWithInputs, name: str) -> Report:
+def explanation(full_plan: PlanWithInputs, name: str) -> Report:
     """Explain why a run would or would not make a chunk or a video.
 
     Args:
@@ -543,7 +543,7 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
     Raises:
         UserError: The manifest does not contain the video, or several videos match.
     """
-    plan = planned.plan
+    plan = full_plan.plan
     video_id = name
     with suppress(ValueError):
         video_id = split_key(name)[0]
@@ -552,7 +552,7 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
     if not plan.has_video(video_id):
         # Messages and caption tables name the source, with or without an extension.
         sources = (name, name.rpartition(".")[0])
-        videos = read_videos(planned.data_dir).to_pylist()
+        videos = read_videos(full_plan.data_dir).to_pylist()
         video_ids = [str(video["video_id"]) for video in videos if video["source_id"] in sources]
         if len(video_ids) != 1:
             raise UserError(
@@ -565,11 +565,11 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
     chunk_failures = [
         failure
         for shard in shards
-        if shard.shard_id in planned.commits
-        for failure in planned.commits[shard.shard_id].failures
+        if shard.shard_id in full_plan.commits
+        for failure in full_plan.commits[shard.shard_id].failures
         if failure.video_id == video_id
     ]
-    settings = differences_from_current(planned)
+    settings = differences_from_current(full_plan)
     shots = plan.shots_of_video(video_id)
     values = {
         "video_id": video_id,
@@ -587,7 +587,7 @@ def explanation(planned: PlanWithInputs, name: str) -> Report:
         is_partial = shard.state == ShardState.CURRENT and chunk_failures
         reason = "chunks of the video are missing" if is_partial else shard.reason
         lines.append(f"shard {shard.shard_id:06d}  {shard.state}: {reason}")
-    lines += retry_lines(chunk_failures, planned)
+    lines += retry_lines(chunk_failures, full_plan)
     lines += [f"unusable {failure.code}: {failure.message}" for failure in source_failures]
     lines += [f"note     {note}" for note in notes]
     if shots is not None and not source_failures:

@@ -4,10 +4,10 @@
         objects/, locks/                 a cache of limited size (`clipmill.manifests.storage.cache`)
             <32 hex>                     in objects/: copy of one version of one source
 
-ffmpeg is not allowed to use the network (`clipmill.shards.opening`), so it reads a copy of the complete file. The spans
-of a long video are in several shards. Therefore a copy is kept as long as there is space, so that each node downloads a
-video only once. To free space, copies that no worker reads are removed, the least recently used first. If that frees
-too little space, a worker waits for other workers to finish. A waiting worker holds no copy.
+ffmpeg is not allowed to use the network (`clipmill.shards.opening`), so it reads a copy of the complete file. Several
+shards may contain spans of the same long video. Therefore a copy is kept as long as there is space, so that each node
+downloads a video only once. To free space, copies that no worker reads are removed, the least recently used first. If
+that frees too little space, a worker waits for other workers to finish. A waiting worker holds no copy.
 
 The first process that uses the folder starts a sweeper. This small process waits until all processes that use the
 folder have ended, even if they were killed, and then removes the folder. If the sweeper is killed too, the next process

@@ -94,49 +94,51 @@ def _run(plan: PlanWithInputs, recipe: Recipe | IndexRecipe, request: Request, p
     return summary
 
 
-def audio_lines(planned: PlanWithInputs) -> list[str]:
+def audio_lines(full_plan: PlanWithInputs) -> list[str]:
     """Return the lines about omitted audio that are printed before the first run of a variant."""
-    plan = planned.plan
-    if planned.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
+    plan = full_plan.plan
+    if full_plan.commits or plan.recipe.settings.audio != "drop" or not plan.num_with_audio:
         return []
     videos = f"{plan.num_with_audio:,} of {count_noun(plan.num_videos, 'video')}"
     return [f"audio    {videos} have audio, which is omitted; the score `speech` requires --audio keep"]
 
 
-def other_settings_lines(planned: PlanWithInputs) -> list[str]:
+def other_settings_lines(full_plan: PlanWithInputs) -> list[str]:
     """Return the lines to print before a run if its settings differ from the settings of the current variant."""
     try:
-        differences, current_name = differences_from_current(planned), current_variant(planned.data_dir, VIDEO)
+        differences, current_name = differences_from_current(full_plan), current_variant(full_plan.data_dir, VIDEO)
     except UserError:
         return []  # the record is damaged, and the run rewrites it
     if not differences or current_name is None:
         return []
-    plan, variant = planned.plan, planned.plan.recipe.variant
-    rows = planned.rows_to_encode()
+    plan, variant = full_plan.plan, full_plan.plan.recipe.variant
+    rows = full_plan.rows_to_encode()
     lines = [f"setting  {difference}" for difference in differences]
     if len(rows) or any(shard.has_work for shard in plan.shards):
         chunks = count_noun(sum(len(span.span.chunk_frames) for span in plan.spans(rows.tolist())), "chunk")
         videos = count_noun(len(np.unique(plan.video_rows[rows])), "video")
         length = duration_text(plan.workload(rows).seconds.sum())
         lines.append(f"variant  {variant}: {chunks} of {videos} to encode, {length} of video")
-        command = COLUMN.command_line(plan.recipe.values, data_dir=planned.data_dir)
+        command = COLUMN.command_line(plan.recipe.values, data_dir=full_plan.data_dir)
         plan_line = command.replace("prep chunk", "prep plan", 1).replace("prep index", "prep plan index", 1)
         lines.append(f"         `{plan_line}` estimates time and disk")
     else:
-        lost = lost_samples(planned.data_dir, VIDEO, variant=variant, former_variant=current_name)
+        lost = lost_samples(full_plan.data_dir, VIDEO, variant=variant, former_variant=current_name)
         incomplete_state = f"lacks samples of the current variant ({codes_line(lost)}), and does not become current"
         state = incomplete_state if lost else "is complete, and becomes the current variant again"
         lines.append(f"variant  {variant} {state}")
     with suppress(UserError):  # the recipe is from a different version of clipmill
-        command = COLUMN.command_line(Variant.open(planned.data_dir, column=VIDEO).recipe, data_dir=planned.data_dir)
+        command = COLUMN.command_line(
+            Variant.open(full_plan.data_dir, column=VIDEO).recipe, data_dir=full_plan.data_dir
+        )
         lines.append(f"         {current_name} is kept until you run `prep gc`; to use its settings: {command}")
     return lines
 
 
-def differences_from_current(planned: PlanWithInputs) -> list[str]:
+def differences_from_current(full_plan: PlanWithInputs) -> list[str]:
     """Return the settings of a plan that differ from the settings of the current variant."""
-    recipe = planned.plan.recipe
-    return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
+    recipe = full_plan.plan.recipe
+    return changed_settings(full_plan.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.values)
 
 
 def chunk_summary(summary: Summary, recipe: Recipe | IndexRecipe, list_path: Path) -> Report:
@@ -154,10 +156,10 @@ def left_out_report(plan: Plan) -> list[str]:
     return [f"{'' if number else 'left out':<8} {line}" for number, line in enumerate(lines)]
 
 
-def sources_read_twice(planned: PlanWithInputs) -> Addition:
+def sources_read_twice(full_plan: PlanWithInputs) -> Addition:
     """Return the report lines about sources without an index. A plan and a run each read these sources completely."""
-    plan = planned.plan
-    videos = np.unique(plan.video_rows[planned.rows_to_encode()])
+    plan = full_plan.plan
+    videos = np.unique(plan.video_rows[full_plan.rows_to_encode()])
     timelines = plan.probes["timeline"].take(pa.array(videos))
     rows = videos[np.asarray(pc.fill_null(pc.match_substring(timelines, _UNINDEXED), False))]
     size_bytes = int(np.asarray(plan.probes["size_bytes"])[rows].sum())
