@@ -167,7 +167,7 @@ class ClipSettings(TrainingSettings):
     """Training settings of the tasks whose samples are clips, with the video tower that encodes the clips."""
 
     min_batch: ClassVar[int] = 1
-    """Smallest batch for which the objective is defined."""
+    """Minimum batch size that the objective supports."""
     only_kind: ClassVar[Kind | None] = None
     """Only kind of tower that the task supports; None if the task supports several kinds."""
     has_head: ClassVar[bool] = False
@@ -192,7 +192,7 @@ class ClipSettings(TrainingSettings):
     min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
     """Minimum area of a random crop, as a fraction of the frame's area."""
     short_side_px: Annotated[int | None, groups.CLIPS, Range(2, 8192), GoesWith("crop", ("simple",))] = None
-    """Length in pixels to which a simple crop scales the short side of a frame before it cuts out a square of
+    """Length of a frame's short side, in pixels, after scaling and before a simple crop cuts out a square of
     --size-px. Default: 8/7 of --size-px (256 for 224)."""
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of consecutive samples drawn from the same chunk. The chunk is decoded once for all of them."""

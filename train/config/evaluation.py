@@ -69,7 +69,7 @@ class EvaluationSettings(Checked):
 
     prefix = "evaluate"
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Metrics for which lower values are better, without the prefix for their data. --best selects their minimum."""
+    """Metrics that improve as they decrease, without the prefix for the data. --best selects their minimum."""
 
     every: Annotated[int | str, FIRST_RUN, Steps(least=0)] = 0
     """Interval between evaluations, in steps or epochs (1ep); 0: no evaluation. The last step is evaluated too."""

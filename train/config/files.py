@@ -119,7 +119,7 @@ def yaml_source(
     Args:
         kind: Class of the settings.
         preset: Name of the preset, if the file is a preset.
-        remarks: List to which remarks about published rows and ignored values are appended.
+        remarks: List that receives remarks about published rows and ignored values.
 
     Raises:
         UserError: The file cannot be read, or is not a YAML mapping.

@@ -354,7 +354,7 @@ class Lora(Checked):
 
     @property
     def scale(self) -> float:
-        """Factor by which the outputs of adapters are multiplied."""
+        """Factor for the outputs of adapters."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def rules(self) -> Iterator[UserError]:

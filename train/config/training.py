@@ -88,7 +88,7 @@ class OptimizerSettings(Choice):
     """Reference batch size: learning rates are multiplied by --batch divided by this value (linear scaling). Default:
     no scaling."""
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Layer-wise learning rate decay: factor by which the learning rate changes from each block to the block below."""
+    """Layer-wise learning rate decay: ratio of a block's learning rate to the learning rate of the block above."""
     ema: Annotated[float, FRACTION] = 0.0
     """Decay of an exponential moving average (EMA) of the weights; the averaged weights are evaluated. 0: no EMA."""
 

@@ -221,7 +221,7 @@ _OMITTED_SETTINGS = (
 
 
 def write_record(folder: Path, opened: OpenedRun) -> None:
-    """Write the record of exported weights to their folder."""
+    """Write the record of exported weights to the exported folder."""
     settings, record = opened.settings, RunFolder(folder / FOLDER)
     defaults: TrainingSettings = type(settings)()
     init = Init(pixel_mean=settings.init.pixel_mean, pixel_std=settings.init.pixel_std)

@@ -281,7 +281,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
     """Return a run's model and one with weights drawn from the run's seed, both on the device in evaluation mode."""
     task, trained = opened.task, opened.trained
-    # For a run, the samples determine the resolution. For other weights, it is already known.
+    # For a run, the samples determine the resolution. For other weights, the resolution is already known.
     samples = None if opened.run is None else task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)

@@ -297,7 +297,7 @@ def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int =
 
 
 def sample_stride(num_samples: int, *, at_most: int) -> int:
-    """Return the smallest k such that every k-th sample amounts to no more than `at_most` samples."""
+    """Return the smallest k such that taking every k-th sample yields at most `at_most` samples."""
     return -(-num_samples // at_most)
 
 

@@ -1,7 +1,7 @@
 """Select a run's attention backend, and report the kernels that the backend uses.
 
 On a GPU, `--attention auto` means xformers. SDPA computes heads and precisions that xformers does not support. Results
-of different kernels differ in the last digits, so a run keeps the backend with which it started. run.json records the
+of different kernels differ in the last digits, so a run keeps the backend that it started with. run.json records the
 backend for commands that open the run later.
 
 Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the choice of
@@ -206,7 +206,7 @@ def needs_choice(settings: ClipSettings, *, device: torch.device) -> bool:
 
 
 def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """Return the backend with which a run on a GPU started; None if run.json does not record a usable backend."""
+    """Return the backend that a run on a GPU started with; None if run.json does not record a usable backend."""
     if (name := facts.get(CHOICE_FACT)) not in _AUTO_BACKENDS:
         return None
     try:

@@ -306,7 +306,7 @@ class Captioner(nn.Module):
         return self.decoder(tokens.flatten(0, -2), self.encode(video_VCTHW))  # type: ignore[no-any-return]
 
     def encode(self, video_VCTHW: Tensor) -> Tensor:
-        """Return the output of the video encoder, to which the decoder attends, [V, N, D]."""
+        """Return the video encoder's output [V, N, D], which the decoder attends to."""
         x_VNE = tower_of(self).tokens(video_VCTHW)
         return x_VNE if self.projection is None else self.projection(x_VNE)
 

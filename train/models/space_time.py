@@ -91,7 +91,7 @@ def attend_short(
 
     Args:
         attend: Attention function.
-        extra_key_value: Additional key and value, [B, 1, H, K], to which the queries of all sequences attend.
+        extra_key_value: Additional key and value, [B, 1, H, K], that the queries of all sequences attend to.
         num_per_tile: Number of sequences that share a tile, a divisor of S. Default: 1 on a CPU, which processes
             sequences one by one; otherwise `sequences_per_tile`.
     """

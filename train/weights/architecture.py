@@ -26,8 +26,8 @@ _RGB = 3
 def match_size(size: DualEncoderSize, source: Source) -> DualEncoderSize:
     """Return `size` with the tower dimensions of the weights.
 
-    The number of heads cannot be read from tensors. It comes from the configuration of the weights; if that does not
-    state the number, from `size` if the widths are equal; otherwise from published models with the same width.
+    The number of heads cannot be read from tensors. It comes from the configuration of the weights, from `size` if the
+    widths are equal, or from published models with the same width, whichever is available first.
 
     Raises:
         UserError: The configuration states a different depth, or a number of heads that does not divide the width.

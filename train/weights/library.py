@@ -98,7 +98,7 @@ def _convert_state(names: Mapping[str, frozenset[str]], state: Tensors) -> Conve
 
 
 def library_facts(folder: Path) -> SourceFacts:
-    """Return the pixel normalisation with which the weights in a folder were trained."""
+    """Return the pixel normalisation that the weights in a folder were trained with."""
     config = read_config(folder / "open_clip_config.json")
     preprocess = (config.get("preprocess_cfg") or {}) if config is not None else read_processor(str(folder))
     preprocess = preprocess or (read_config(folder / "config.json") or {}).get("pretrained_cfg") or {}

@@ -55,7 +55,7 @@ class Change:
         origin: Name in the source; '' if the source lacks the tensor.
         old: Shape in the source; None if the source lacks the tensor.
         new: Shape in the model; None if the model lacks the tensor.
-        why: Reason; '' if there is no reason, in which case training must not start.
+        why: Reason; '' for an unexplained change, which prevents training.
     """
 
     kind: ChangeKind
@@ -235,7 +235,7 @@ class LoadedWeights:
 
     @property
     def logit_scale(self) -> float | None:
-        """log(1 / temperature) with which the weights were trained; None if it is unknown or not used."""
+        """log(1 / temperature) that the weights were trained with; None if it is unknown or not used."""
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:

@@ -234,7 +234,7 @@ OPENAI = Format(
 #     video.proj            visual.image_projection, image_projection      image_projection
 #     text.*                textual.*                                      *
 #
-# AVION's blocks have different names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and its conv1 is a
+# AVION's blocks have different names after training with FlashAttention (`attn.Wqkv`, `mlp.fc1`), and `conv1` is a
 # matrix after training with --use-fast-conv1. LaViLa's video tower attends to time and space in turn
 # (`clipmill.train.models.space_time`, --towers.attention divided). A tower with joint attention has no parameters
 # for LaViLa's `timeattn` and `norm3`.

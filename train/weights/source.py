@@ -64,7 +64,7 @@ class Base:
         format: Value of --init.format.
         sha256: SHA-256 of the names, shapes and values of the tensors.
         tensors: Shapes of the tensors, by name.
-        scale: Factor by which the product of an adapter's matrices is multiplied.
+        scale: Factor for the product of an adapter's matrices.
         text: Source of the text tower's weights, as in --init.text; None if `weights` contains the text tower.
     """
 

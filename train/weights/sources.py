@@ -156,7 +156,7 @@ def open_weights(init: Init, towers: Towers = _DEFAULT_TOWERS) -> Source | None:
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """Return the settings for each source of weights, with the towers that its weights are for."""
+    """Return the settings for each source of weights, with the towers that take the weights."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
     text_towers = DualEncoderTowers()

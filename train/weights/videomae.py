@@ -101,7 +101,7 @@ def to_videomae(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) -> Export:
-    """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`. It contains only tensors.
+    """Prepare the export of checkpoint.pth in VideoMAE's layout, `{"model": state dict}`, with tensors only.
 
     Raises:
         UserError: VideoMAE's code does not support the activation.
