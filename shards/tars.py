@@ -96,7 +96,7 @@ class LocalTars:
         return [self.read(path, offset, size) for offset, size in ranges]
 
     def provide(self, index: Path, *, size_bytes: int, sha256: str | None = None) -> None:
-        """Do nothing: a local index already exists, or opening the index fails."""
+        """Do nothing. A local index needs no preparation, and opening a missing index fails."""
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:

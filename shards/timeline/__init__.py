@@ -8,8 +8,8 @@ the file without correction.
 
 A timeline is *continuous* if it equals the timestamps of the file minus `start`. Otherwise, the packets get corrected
 timestamps (`read_timeline`): if timestamps restart, the parts follow one another, and frames without timestamps (AVI)
-are displayed one after another in presentation order. ffmpeg then reads a copy of the source with these timestamps
-(`write_continuous`), which is not re-encoded.
+are displayed one after another in presentation order. ffmpeg then reads a copy of the source with these timestamps,
+which is made without re-encoding (`write_continuous`).
 
 The shape of a frame consists of its crop, its orientation, and the aspect ratio of its pixels. Crop and orientation are
 stored in the container; the aspect ratio may change within the stream. libav is loaded by the first function that opens

@@ -35,7 +35,7 @@ def write_continuous(
     keeps_audio: bool,
     on_packet: Callable[[], None] = lambda: None,
 ) -> Timeline:
-    """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the file.
+    """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the copy.
 
     Nothing is re-encoded. The first audio stream keeps its offset to the video of the same part.
 

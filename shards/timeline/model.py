@@ -117,8 +117,8 @@ class Timeline:
         is_indexed: True if an index in the file lists its packets. Otherwise, a probe reads all packets.
         key_gap: Longest time between two keyframes in seconds; 0 if every seek lands on a keyframe.
         shape: Crop and orientation of the frames.
-        aspects: Pairs (time in seconds, pixel aspect ratio from that time on). The ratio is width / height; the first
-            time is 0.
+        aspects: Pairs (time in seconds, pixel aspect ratio), where each ratio applies until the next time. The ratio is
+            width / height; the first time is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
         notes: Unusual properties of the video, one sentence each.
@@ -282,9 +282,8 @@ def frame_times(
 ) -> NDArray[np.float64]:
     """Return the times in seconds of the frames from `begin` to `end` in a continuous source, float64 [frames].
 
-    Some frames before `begin` and after `end` may be included. Nothing is decoded: the times are the
-    sorted timestamps of the packets. Very small packets are omitted, because in some codecs they mean that the decoder
-    skips a frame.
+    Some frames before `begin` and after `end` may be included. Nothing is decoded: the times are the sorted timestamps
+    of the packets. Very small packets are omitted, because in some codecs they mean that the decoder skips a frame.
 
     Raises:
         av.FFmpegError: A packet cannot be read.

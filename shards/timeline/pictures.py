@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-_MAX_ASPECT = 64  # limit for pixel aspect ratios; a larger ratio in a damaged header could require a frame of gigabytes
+_MAX_ASPECT = 64  # limit for pixel aspect ratios; a damaged header could otherwise require gigabytes for a frame
 _TRANSFERS = {16: "PQ", 18: "HLG"}
 
 
