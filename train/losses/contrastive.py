@@ -401,7 +401,7 @@ def split(batch: Batch, size: int | None) -> list[Batch]:
 
 
 def _backpropagate(embeddings: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
-    # Scale the gradients before casting them to half precision, in which small values underflow. Skip frozen towers,
+    # Scale the gradients before casting them, because small values underflow in half precision. Skip frozen towers,
     # whose embeddings do not require gradients.
     pairs = [
         (embedding, step.scale(gradient).to(embedding.dtype))

@@ -3,9 +3,9 @@
 Shape suffixes: b pairs on this rank, B pairs in the global batch, C columns in the state of a clip or caption.
 
 In the paper, g_i compares pair i with all other pairs of the *training set*. A single batch gives only a rough estimate
-of g_i. The moving average u_i of the estimates from all visits of pair i is more accurate. The algorithm uses the
-gradient of log(epsilon + g_i), in which u_i replaces the value of g_i and is treated as a constant. Clips and captions
-have separate IDs and averages, because a clip may have a different caption in each epoch.
+of g_i. The moving average u_i of the estimates from all visits of pair i is more accurate. In the gradient of
+log(epsilon + g_i), u_i replaces the value of g_i and is treated as a constant. Clips and captions have separate IDs and
+averages, because a clip may have a different caption in each epoch.
 
 The losses differ in their temperatures: SogCLR and FastCLIP v0, v1 and v3 have one temperature for all pairs; iSogCLR
 and FastCLIP v2 have one temperature per sample.
@@ -114,7 +114,7 @@ class GlobalContrast(ContrastiveObjective):
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors [B] by which log(epsilon + g) is multiplied in the loss, and in its gradient."""
+        """Return the factors [B] of log(epsilon + g) in the loss, and in the gradient of the loss."""
         raise NotImplementedError
 
     def extra_values(

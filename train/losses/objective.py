@@ -32,9 +32,9 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def learning_rate(self, model_lr: float) -> Scalar:
-        """Return the objective's learning rate for a step in which the model's rate is `model_lr`.
+        """Return the objective's learning rate for a step with the model's rate `model_lr`.
 
-        A rate that is computed on the device is a zero-dimensional tensor, and float32 on a GPU, as torch's fused
+        A rate that is computed on the device is a zero-dimensional tensor. On a GPU, it is float32, as torch's fused
         optimizers require.
         """
         return model_lr
@@ -54,9 +54,8 @@ def backward_microbatches(
     Args:
         loss_fn: Function that returns the loss of a slice of rows. The sum over all slices is this rank's loss.
         num_samples: Number of samples on this rank.
-        gradient_factor: Factor by which gradients, but not the returned losses, are multiplied. If the sum of the
-            ranks' losses is the loss of the global batch, pass the number of ranks, because gradients are averaged over
-            ranks.
+        gradient_factor: Factor for the gradients, but not for the returned losses. If the sum of the ranks' losses is
+            the loss of the global batch, pass the number of ranks, because gradients are averaged over ranks.
 
     Returns:
         The detached losses of the microbatches.

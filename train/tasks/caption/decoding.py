@@ -44,7 +44,7 @@ class Cache(Protocol):
 
         Args:
             rows_r: Index of the current row that each new row continues, int64.
-            videos_v: Indices of the current videos to which the new rows belong, int64. Default: all videos.
+            videos_v: Indices of the current videos that the new rows belong to, int64. Default: all videos.
         """
 
 

@@ -87,7 +87,7 @@ Decoding = TypeVar("Decoding", bound=DecodingSettings)
 
 
 def temperature_of(settings: DecodingSettings) -> float:
-    """Return the temperature by which logits are divided."""
+    """Return the temperature, which divides the logits."""
     return _TEMPERATURE if settings.temperature is None else settings.temperature
 
 
@@ -97,7 +97,7 @@ def num_beams_of(settings: DecodingSettings) -> int:
 
 
 def length_penalty_of(settings: DecodingSettings) -> float:
-    """Return the length penalty: the power of the length by which log probabilities are divided."""
+    """Return the length penalty: log probabilities are divided by the length to this power."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
@@ -312,7 +312,7 @@ class CaptionerSettings(ClipSettings):
         yield from errors_of(check_frame_size, self.model, self.towers, size_px=self.size_px)
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield errors for flags of a new decoder or tokenizer if an existing one is used."""
+        """Yield errors for flags of a new decoder or tokenizer if an existing decoder or tokenizer is used."""
         yield from super().check_effects(typed)
         start = self.init.weights
         for name, alternatives in _NEW_PARTS.items():

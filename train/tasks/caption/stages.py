@@ -258,7 +258,7 @@ class StagedCaptioner(nn.Module):
 
     Args:
         part: Layers of this stage.
-        stages: Pipeline stages that hold the captioner.
+        stages: Pipeline stages of the captioner.
     """
 
     def __init__(self, part: CaptionerPart, *, stages: World, device: torch.device) -> None:

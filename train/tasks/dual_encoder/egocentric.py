@@ -2,10 +2,10 @@
 
 MIR: each caption of a split stands for a clip, and the sentences are the distinct texts of the captions. The rows of
 the relevancy matrix are the captions in the order of their IDs, as in the annotation file. The columns are the
-sentences in the order in which they first occur, or in the order of a sentence file
-(EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`). The published relevancy matrix is a pickle, and a
-pickle can run code. Therefore the few functions that rebuild an array are replaced by stand-ins that only record their
-arguments, and all other names are rejected. The array is then built from the checked arguments.
+sentences in order of first occurrence, or in the order of a sentence file (EPIC_100_retrieval_test_sentence.csv:
+`narration_id,narration`). The published relevancy matrix is a pickle, and a pickle can run code. Therefore the few
+functions that rebuild an array are replaced by stand-ins that only record their arguments, and all other names are
+rejected. The array is then built from the checked arguments.
 
 EgoMCQ (Lin et al. 2022, section 4.1) asks which of five clips matches a narration. The questions are in `egomcq.json`.
 The clips are captions in the manifest (`prep manifest ego4d`), identified by video, start and end. The kind of a

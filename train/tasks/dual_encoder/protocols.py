@@ -152,10 +152,10 @@ def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Index the distinct texts in the order in which they first occur.
+    """Index the distinct texts in order of first occurrence.
 
     Returns:
-        Row in which each distinct text first occurs, [M], and the index of each row's distinct text, [N].
+        First row of each distinct text, [M], and the index of each row's distinct text, [N].
     """
     _, first_rows, key_index = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first_rows)
