@@ -1,4 +1,4 @@
-"""Usable captions of a split, and the table of captioned clips into which they are grouped.
+"""Usable captions of a split, and the grouping of these captions into a table of clips.
 
 Captions are ordered by video and time (clipmill.manifests.caption_spans). The chunks of a span that several captions
 share are looked up only once, and texts are not copied. The resulting arrays are allocated with `scratch`, so that tens
@@ -70,7 +70,7 @@ def usable_captions(
     begin_s: NDArray[np.float64],
     end_s: NDArray[np.float64],
     chunks: ChunkTable,
-    selected: NDArray[np.bool_] | None = None,
+    is_selected: NDArray[np.bool_] | None = None,
     selected_chunks: NDArray[np.bool_] | None = None,
     is_of_split: NDArray[np.bool_] | None = None,
     counts: NDArray[np.integer] | None = None,
@@ -84,7 +84,7 @@ def usable_captions(
         video_row: Row of each caption's video.
         begin_s, end_s: Span of each caption in its video, seconds. An `end_s` of inf means the end of the video.
         chunks: Table of chunks.
-        selected: Mask of the captions to use; None for all.
+        is_selected: Mask of the captions to use; None for all.
         selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all chunks of its span are
             selected.
         is_of_split: Mask of the captions that do not overlap other splits; None for all.
@@ -135,12 +135,12 @@ def usable_captions(
     )
     is_kept = ~is_missing
     remaining = drop("chunk_missing", is_missing)
-    is_selected = np.ones(len(remaining), bool) if selected is None else selected[remaining]
+    is_used = np.ones(len(remaining), bool) if is_selected is None else is_selected[remaining]
     if selected_chunks is not None:
         num_dropped = np.concatenate([[0], np.cumsum(~selected_chunks)])
-        is_selected &= num_dropped[last[is_kept] + 1] == num_dropped[first[is_kept]]
-    remaining = drop("not_selected", ~is_selected)
-    is_kept[is_kept] = is_selected
+        is_used &= num_dropped[last[is_kept] + 1] == num_dropped[first[is_kept]]
+    remaining = drop("not_selected", ~is_used)
+    is_kept[is_kept] = is_used
     one_frame_us = US_PER_S * chunks.fps_den[last].astype(np.int64) // np.maximum(chunks.fps_num[last], 1)
     return UsableCaptions(
         caption=remaining,
@@ -257,7 +257,7 @@ def make_clip_table(
     split_captions = captions_of_split(spans, data_dir, split=split, video_ids=chunks.video_ids, weights=weights)
     if not split_captions.num_captions:
         raise no_captions(data_dir, split)
-    selected = chunks.selection.select_captions(table)
+    is_selected = chunks.selection.select_captions(table)
     chunks.require_same_manifest()  # all rows must refer to the same manifest
     groups = ClipGroups(
         split_captions.sources,
@@ -267,8 +267,8 @@ def make_clip_table(
     )
     num_unusable = Counter[Unusable]()
     num_not_embedded = num_shortened = 0
-    for stored in spans.blocks(split_captions.videos):
-        block = stored.expand_captions() if each_caption or selected is not None else stored
+    for span_block in spans.blocks(split_captions.videos):
+        block = span_block.expand_captions() if each_caption or is_selected is not None else span_block
         rank = split_captions.rank_of_code[block.source]
         if stored_text is not None:
             video_row = np.repeat(block.video, block.counts).astype(np.int64)
@@ -282,7 +282,7 @@ def make_clip_table(
             begin_s=block.begin_s,
             end_s=block.end_s,
             chunks=chunks_of_block,
-            selected=None if selected is None else selected[block.row],
+            is_selected=None if is_selected is None else is_selected[block.row],
             selected_chunks=None
             if selected_chunks is None
             else selected_chunks[first_chunk : first_chunk + len(chunks_of_block)],

@@ -153,8 +153,8 @@ class PlainVideo:
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.
-        ValueError: The file may be truncated, it has no video stream, its frames are too large, or a packet has no
-            timestamp.
+        ValueError: The file may be truncated, has no video stream or no frames, or has frames that are too large; or a
+            packet has no timestamp.
     """
 
     def __init__(self, content: bytes) -> None:

@@ -477,8 +477,8 @@ def open_latents(
     """Open the segments of a split: VAE latents made by `prep latents`. Each segment has a caption or a class.
 
     Args:
-        data: Path or URL of a data folder that prep made; or a list of folders, which is a mixture. All folders must
-            have latents from the same VAE.
+        data: Path or URL of a data folder that prep made; or a list of folders, for a mixture. All folders must contain
+            latents from the same VAE.
         segment: Length of a segment, such as "5s"; it must be a whole number of frames. Default: the length of the
             stored segments of a video VAE; 5 s for other latents.
         max_segments: Maximum number of segments per video, evenly spaced; None for all.

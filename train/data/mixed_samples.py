@@ -85,7 +85,7 @@ class MixedOrder:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all folders, which is the length of an epoch of the mixture."""
+        """Number of samples of all folders, and thus in an epoch of the mixture."""
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:

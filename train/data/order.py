@@ -2,8 +2,8 @@
 
 Every epoch contains every sample exactly once, in a different order. The order is a format-preserving permutation: an
 alternating Feistel network on the smallest power of two that is large enough, applied repeatedly (cycle walking) until
-the result is a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so
-10^9 samples cost as much as ten, and it does not depend on the number of workers or ranks.
+the result is a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The order needs no
+table, so 10^9 samples cost as much as ten, and does not depend on the number of workers or ranks.
 
 Positions continue across epochs: position p is position p % num_samples of epoch p // num_samples.
 
@@ -169,7 +169,7 @@ class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
 
         Args:
             num_common: Number of positions that every rank has used if no sample has failed.
-            num_used: Number of positions that this rank has used, which is larger if samples have failed.
+            num_used: Number of positions that this rank has used. It exceeds `num_common` if samples have failed.
         """
         if not self.ahead and num_used == num_common and share.group == 1:
             return Cursor(self.position + num_common * share.num_ranks)

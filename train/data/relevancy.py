@@ -131,7 +131,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
 
 
 def compress_matrix(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
-    """Compress a matrix, which may be memory-mapped, a few rows at a time.
+    """Compress a matrix, a few rows at a time. The matrix may be memory-mapped.
 
     Raises:
         NoRelevancy: A value is NaN or outside [0, 1], or there are more than 256 different values.

@@ -77,7 +77,7 @@ def open_table(
     """Return the table that `make` creates. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
-        name: Name of the kind of samples, which is also the prefix of the file name.
+        name: Name of the kind of samples; also the prefix of the file name.
         make: Function that creates the table.
         depends_on: Values that identify everything that affects the table.
         num_rows: Approximate number of rows.
@@ -187,7 +187,7 @@ class Source:
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Names of the variants that are read. Empty for data without a manifest: they have no variants.
+        variant_name: Names of the variants that are read; empty without a manifest, because variants need one.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         empty_error: Message and hint of the error for a table without rows.
         mixture_facts: Properties that must be the same in all folders of a mixture, such as the VAE of latents, by

@@ -419,7 +419,7 @@ def _items_of(tar: str, path: Path) -> Iterator[Item]:
 
 
 def shuffle_items(items: Iterable[_T], *, size_of: Callable[[_T], int], seed: int, epoch: int) -> Iterator[_T]:
-    """Shuffle items within a window of `_WINDOW` items, which takes at most `_WINDOW_BYTES`.
+    """Shuffle items within a window of at most `_WINDOW` items and `_WINDOW_BYTES` bytes.
 
     The result depends only on the items, the seed and the epoch.
 

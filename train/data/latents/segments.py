@@ -55,8 +55,8 @@ class FrameShape:
         dtype: Name of the dtype, float16 or bfloat16.
         fps: Latent frames per second.
         is_compressed: True if the members are compressed.
-        segment_frames: Number T' of latent frames per segment if a video VAE encoded complete segments, which are
-            stored as [C, T', h, w]; 0 if the VAE encoded single frames, which are stored as [C, h, w].
+        segment_frames: Number T' of latent frames per segment if a video VAE encoded complete segments, stored as
+            [C, T', h, w]; 0 if the VAE encoded single frames, stored as [C, h, w].
     """
 
     channels: int

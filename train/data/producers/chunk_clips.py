@@ -248,7 +248,7 @@ def _make_label_table(
         **times,
         chunks=chunks.table,
         is_of_split=chunks.shows_only_split(video_row=video_row, **times),
-        selected=None if is_selected is None else is_selected[rows],
+        is_selected=None if is_selected is None else is_selected[rows],
         selected_chunks=selection.chunks,
     )
     # Sort the spans of captions by video and time.
