@@ -58,7 +58,7 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-# Value of `dataset` for rejected rows of further captions. Only the rows of the last command are kept.
+# Value of the column `dataset` for rejected captions from further sources. Only the rows of the last command are kept.
 FURTHER = "further captions"
 _MAX_REMOVED_FRACTION = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
 _MAX_LISTED = 3  # maximum number of videos listed in a message

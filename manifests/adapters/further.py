@@ -154,7 +154,7 @@ class _Videos:
                 raise UserError(
                     f"{first_name} and {name} both have the file name of {file.path}, so it is unclear which of "
                     "them is this video",
-                    hint="use its video_id in the column video, and remove the rows with the other path",
+                    hint="in the column video, use the video_id of this video, and remove the rows with the other path",
                 )
         return row
 

@@ -220,7 +220,7 @@ def read_epic_kitchens(
                 _add_row(builder, videos, row, path=path, split=split)
     if narrations.num_repeated:
         verb = "was" if narrations.num_repeated == 1 else "were"
-        builder.note(f"{count_noun(narrations.num_repeated, 'repeated narration')} {verb} read once")
+        builder.note(f"{count_noun(narrations.num_repeated, 'repeated narration')} {verb} read only once")
     return builder.build()
 
 

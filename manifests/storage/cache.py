@@ -188,7 +188,7 @@ class ObjectCache:
                 if only_if_it_fits:
                     return False
                 raise NoRoom(
-                    f"{claimed_bytes:,} bytes must be in the cache {self.folder}, but its limit is "
+                    f"{claimed_bytes:,} bytes must fit into the cache {self.folder}, but its limit is "
                     f"{self.limit_bytes:,} bytes",
                     hint=_HINT,
                 )

@@ -67,11 +67,11 @@ def test_a_narration_that_two_lists_of_epic_kitchens_have_is_one_caption(
     retrieval = epic_list(tmp_path / "EPIC_100_retrieval_train.csv", (1, "close", "4"), (0, "shut", "3"))
     reading = read_epic_kitchens(videos, annotations=[train, train])
     assert [row[3] for row in rows(reading)] == ["open", "close"]
-    assert reading.notes == ("3 repeated narrations were read once",)
+    assert reading.notes == ("3 repeated narrations were read only once",)
     assert reasons(reading) == {"empty_caption": 1}
     reading = read_epic_kitchens(videos, annotations=[train, retrieval])
     assert [row[3] for row in rows(reading)] == ["open", "close"]
-    assert reading.notes == ("1 repeated narration was read once",)
+    assert reading.notes == ("1 repeated narration was read only once",)
     assert reasons(reading) == {"empty_caption": 1, "duplicate_id": 1}
     assert reading.rejected["detail"].to_pylist()[-1] == (
         "narration_id 'P01_01_0' has a different narration in an earlier row of EPIC_100_train.csv"

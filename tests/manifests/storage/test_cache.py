@@ -145,7 +145,7 @@ def test_claims_are_bounded_and_noted_once(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, limit_bytes=100)
     assert cache.claim({"a": 60}) and cache.claim({"a": 60})
     assert not cache.claim({"b": 50}, only_if_it_fits=True)
-    with pytest.raises(NoRoom, match="110 bytes must be in the cache"):
+    with pytest.raises(NoRoom, match="110 bytes must fit into the cache"):
         cache.claim({"b": 50})
 
 
