@@ -118,7 +118,7 @@ KINDS = (
         Parameters
         ----------
         destination
-            Folder of the store. An existing store is replaced if prep export wrote it.
+            Folder of the store. An existing store is replaced if `prep export` wrote it.
         """,
     ),
     ExportKind(
@@ -135,7 +135,7 @@ KINDS = (
         ----------
         destination
             Folder of the cache: cache_directory in the dataset configuration of musubi-tuner. An existing cache is
-            replaced if prep export wrote it.
+            replaced if `prep export` wrote it.
         """,
     ),
     ExportKind(
@@ -152,7 +152,7 @@ KINDS = (
         ----------
         destination
             Folder of the data: --precomputation_dir of finetrainers, with --precomputation_reuse. An existing folder is
-            replaced if prep export wrote it.
+            replaced if `prep export` wrote it.
         """,
     ),
     ExportKind(
@@ -170,7 +170,7 @@ KINDS = (
         ----------
         destination
             Folder for the cache and dataset.toml. Start the trainer with this dataset.toml and --trust_cache. An
-            existing folder is replaced if prep export wrote it.
+            existing folder is replaced if `prep export` wrote it.
         """,
     ),
 )

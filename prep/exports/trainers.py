@@ -266,7 +266,7 @@ def write_cache(
         derived_folder: Subfolder with files that the trainer derives from the cache. These files are not kept.
 
     Raises:
-        UserError: No segment has a caption, or `destination` exists and was not written by prep export.
+        UserError: No segment has a caption, or `destination` exists and was not written by `prep export`.
     """
     old_digests: dict[str, str] = {}  # digests of the files at `destination`, by path
     if destination.exists():
@@ -275,7 +275,7 @@ def write_cache(
             old_digests = {path: bytes.fromhex(digest).hex() for path, digest in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
-                f"{destination} exists, but was not written by prep export", hint="remove it, or use a different name"
+                f"{destination} exists, but was not written by `prep export`", hint="remove it, or use a different name"
             ) from None
     selected_segments = list(segments)
     requirement = "a caption that has a sequence" if segments.has_texts else "a caption"
@@ -432,7 +432,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
         raise UserError(
             "the latents are from the VAE of Wan 2.2 TI2V-5B (48 channels, factor 16), which musubi-tuner does not"
             " support",
-            hint="use prep export diffusion-pipe, or make latents with the VAE of Wan 2.1, which Wan 2.2 14B also uses",
+            hint="use `prep export diffusion-pipe`, or make latents with the VAE of Wan 2.1 (also used by Wan 2.2 14B)",
         )
     short_name, full_name, is_normalised = _ARCHITECTURES[vae_class]
     size, num_frames = int(segments.recipe["size"]), segments.num_frames

@@ -57,7 +57,7 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     if latents.variant.recipe.get("latent_frames"):
         raise UserError(
             f"a Zarr store needs latents of frames, but {latents.variant.directory} contains segments from a video VAE",
-            hint="make latents with an image VAE, or export the segments for a trainer (see prep export --help)",
+            hint="make latents with an image VAE, or export the segments for a trainer (see `prep export --help`)",
         )
     variants = (latents.variant, text.variant)
     inputs = [f"{variant.directory.name} {variant.commits.digest.decode()}" for variant in variants]
@@ -246,7 +246,8 @@ def _read_mark(destination: Path) -> dict[str, Any] | None:
         mark = None
     if not isinstance(mark, dict):
         raise UserError(
-            f"{destination} exists, but was not written by prep export zarr", hint="remove it, or use a different name"
+            f"{destination} exists, but was not written by `prep export zarr`",
+            hint="remove it, or use a different name",
         )
     arrays = (FRAMES, EMBEDDINGS, VIDEOS)
     for name in arrays:

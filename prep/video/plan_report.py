@@ -69,7 +69,7 @@ _DECODE_S_PER_MEGAPIXEL = 0.0029
 _DETECT_S_PER_FRAME = 0.0006  # time to scale a decoded frame for the detector and to compare it
 _CHUNK_BYTES = 5_000  # size of the MP4 header, the JSON member, the tar headers and the index columns
 _FRAME_BYTES = 17  # size of a row in the packet table of the index
-_INDEX_BYTES_PER_S = 3e8  # number of source bytes that prep index reads per core-second
+_INDEX_BYTES_PER_S = 3e8  # number of source bytes that `prep index` reads per core-second
 _INDEX_ROW_BYTES, _INDEX_FRAME_BYTES = 3_000, 40  # size of an index row with its members; additional size per frame
 _NO_RANGE = (1.0, 1.0, 1.0)
 _NUM_VIDEOS = 3  # number of videos to encode in trials, in addition to the heaviest video
@@ -509,7 +509,7 @@ def _undetected_shots(plan: Plan) -> Addition:
     }
     lines = [
         f"unknown  {count_noun(num_videos, 'video')}, {duration_text(seconds)}: shots not detected yet;"
-        f" prep chunk detects them first, in about {duration_text(3600 * core_hours)} of CPU time",
+        f" `prep chunk` detects the shots first, in about {duration_text(3600 * core_hours)} of CPU time",
         f"         {video_list_text(first_ids, num_all=num_videos)}",
     ]
     return Addition(lines if num_videos else [], values)

@@ -254,7 +254,7 @@ def _publish(
     problems = [f"{count_noun(len(header.holes), 'shard')} missing or damaged"] if header.holes else []
     problems += [f"{count_noun(num_problems, 'chunk')} cannot be shown"] if num_problems else []
     if problems:
-        lines.append(f"{', '.join(problems)}: run prep verify for the command that repairs them")
+        lines.append(f"{', '.join(problems)}: run `prep verify` for the command that repairs them")
     if plan.is_embedded:
         lines.append(f"one file of {size_text(written_bytes)}, clips included")
     else:

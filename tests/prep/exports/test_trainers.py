@@ -317,9 +317,9 @@ def test_what_cannot_be_exported_is_named(texts: Path, tmp_path: Path) -> None:
     def refusal_of(folder: str, *flags: str) -> str:
         return prep_here("export", "musubi", tmp_path / folder, "--data", texts, *flags, status=2).error
 
-    assert "was not written by prep export" in refusal_of("mine")
+    assert "was not written by `prep export`" in refusal_of("mine")
     (tmp_path / "mine" / "clipmill.json").write_text('{"files": {"a": ["b"]}}')
-    assert "was not written by prep export" in refusal_of("mine")
+    assert "was not written by `prep export`" in refusal_of("mine")
     assert "no latents of split 'val'" in refusal_of("out", "--split", "val")
     write(texts, "AutoencoderKLWan", latent_frames=None)
     assert "latents of individual frames" in refusal_of("out")

@@ -169,7 +169,7 @@ def test_a_folder_of_someone_else_is_not_replaced(written_data: Written, tmp_pat
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     ran = prep_here("export", "zarr", tmp_path / "mine", "--data", written_data.data_dir, status=2)
-    assert "was not written by prep export zarr" in ran.error
+    assert "was not written by `prep export zarr`" in ran.error
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
