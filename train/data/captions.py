@@ -135,12 +135,12 @@ def choose_sources(names: list[str], *, weights: str | None, all_sources: Collec
 
 @dataclass(frozen=True)
 class CaptionChoice:
-    """Entries of the captions of each clip, and random choices among them. R runs, N clips.
+    """Entries of each clip's captions, and random choices among these entries. R runs, N clips.
 
     Attributes:
         first_entry: First entry of each run, followed by the number of entries, int [R + 1].
         first_run: First run of each clip, followed by the number of runs, int [N + 1]; None if every clip has one run.
-        before: Sum of the weights of all preceding runs, float64 [R + 1]; None if every clip has one run.
+        before: Sum of the weights of the runs before each run, float64 [R + 1]; None if every clip has one run.
     """
 
     first_entry: NDArray[Any]

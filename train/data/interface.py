@@ -47,7 +47,7 @@ from clipmill.train.data.variants import VariantNames, use_variants
 from clipmill.train.distributed.world import World, joined_world
 
 ClipText = Literal["text", "embedding", "all"]
-_MAX_OFFSET_US = 10**12  # largest absolute offset of a frame, microseconds
+_MAX_OFFSET_US = 10**12  # maximum absolute offset of a frame, microseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +195,9 @@ def open_clips(
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the column variant to read (see `prep status`), or a list of names for several columns.
             Default: the current variants. `prep gc` does not delete a variant as long as batches that read it exist.
-        views: Names of cameras, such as ("top", "wrist"). A clip then shows a group of captions: one span from each
-            camera, with frames at the same offsets from the starts of the spans. `video` is [B, V, ...], and `time_s`
-            is [B, V, T].
+        views: Names of cameras, such as ("top", "wrist"). A clip then shows one span from each camera, from captions of
+            the same group, with frames at the same offsets from the starts of the spans. `video` is [B, V, ...], and
+            `time_s` is [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the `train dual-encoder` flags of the same
             names.
@@ -215,8 +215,9 @@ def open_clips(
             of `caption`.
         shuffle: True for random order, moments, crops and captions, as in training; False for every clip once, in
             order, with centred moments and crops, as in evaluation.
-        clips, crops: Numbers of temporal and spatial views of each clip. More than one view needs shuffle=False;
-            `video` then has a view dimension after the batch dimension, ordered by temporal view and then by crop.
+        clips, crops: Number of temporal views and number of spatial views of each clip. Several views need
+            shuffle=False; `video` then has a view dimension after the batch dimension, ordered by temporal view and
+            then by crop.
         workers: Number of decoding threads.
         seed: Random seed for order, moments, crops and captions.
         rank, world: Index of this process and number of processes; each process gets its share of the samples. Default:

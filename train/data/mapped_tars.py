@@ -339,12 +339,12 @@ class RemoteMaps(MappedTars):
     Tars that fit within the cache limit are downloaded in the background, once per machine, and mapped as they arrive.
     Until then, and always for tars that do not fit, members are read by range when they are needed.
 
-    Thus the order of samples does not depend on the size of the cache. If all tars are shuffled together and do not fit
-    into the cache, each epoch reads the members of the other tars individually, and transfers only the bytes that it
-    uses. Downloading complete tars for single members would transfer thousands of times as many bytes. Mapped tars stay
-    in the cache until this object is deleted, because evicting the least recently used tar would always evict a tar
-    that a full shuffle needs soon. If a member of a cached tar does not match its checksum, the member is read by
-    range, and the tar is removed from the cache.
+    Thus the order of samples does not depend on the size of the cache. If the tars do not all fit into the cache, an
+    epoch in random order reads the members of the tars outside the cache individually, and transfers only the bytes
+    that it uses. Downloading complete tars for single members would transfer thousands of times as many bytes. Mapped
+    tars stay in the cache until this object is deleted, because evicting the least recently used tar would always evict
+    a tar that is needed soon. If a member of a cached tar does not match its checksum, the member is read by range, and
+    the tar is removed from the cache.
 
     Args:
         tars: Reader of the tars of the data folder.

@@ -74,11 +74,11 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """Return the table that `make` creates. A large table is made once per machine (clipmill.train.data.node_cache).
+    """Return the table that `make` makes. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
         name: Name of the kind of samples; also the prefix of the file name.
-        make: Function that creates the table.
+        make: Function that makes the table.
         depends_on: Values that identify everything that affects the table.
         num_rows: Approximate number of rows.
     """
