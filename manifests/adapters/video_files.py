@@ -281,9 +281,9 @@ class NearestName:
     """Search for the video file with the most similar name, to suggest it for a name without a match.
 
     Args:
-        files: Video files. If there are too many, only names that differ in nothing but case are suggested.
-        max_compared: Maximum number of names to compare with all files. Later names get only suggestions that differ
-            in nothing but case.
+        files: Video files. If there are too many, a suggestion differs from the name only in case.
+        max_compared: Maximum number of names to compare with all files. For later names, a suggestion differs only in
+            case.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
