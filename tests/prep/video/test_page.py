@@ -169,7 +169,7 @@ def test_what_is_missing_or_damaged_is_a_named_hole(prep: Prep, shard_set: Shard
     (shard_set.variant / "chunks.arrow").write_bytes(b"no table")
     (shard_set.data / "manifest" / "manifest.json").unlink()
     stdout = prep("inspect", "--html", page, "--data", shard_set.data).stdout
-    assert "3 chunks" in stdout and "1 shard missing or damaged, 1 chunk cannot be shown: run prep verify" in stdout
+    assert "3 chunks" in stdout and "1 shard missing or damaged, 1 chunk cannot be shown: run `prep verify`" in stdout
     assert "Not shown: no manifest" in page.read_text()
     shard_set.index(0).write_bytes(b"no index")
     assert "no readable shards" in prep("inspect", "--html", page, "--data", shard_set.data, status=2).error
