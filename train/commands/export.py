@@ -175,6 +175,8 @@ def _find_checkpoint(run: RunFolder, path: Path) -> Path:
         path = run.checkpoints / path.name
     if path.resolve() not in {checkpoint.resolve() for checkpoint in checkpoints}:
         names = ", ".join(sorted(map(str, checkpoints)))
-        hint = f"use a checkpoint of the run ({names})" if names else "wait until the run has written a checkpoint"
-        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=hint)
+        raise UserError(
+            f"{path} is not a checkpoint of {run.path}",
+            hint=f"use a checkpoint of the run ({names})" if names else "wait until the run has written a checkpoint",
+        )
     return path
