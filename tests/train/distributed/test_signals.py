@@ -189,15 +189,20 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
     assert [line["step"] for line in read_lines(RunFolder(killed).metrics)] == list(range(1, 13))
 
 
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGUSR1], pytest.param([signal.SIGTERM, signal.SIGUSR1], marks=pytest.mark.nightly)],
+    ids=["requeued", "resumed"],
+)
 def test_the_slurm_script_launches_one_torchrun_a_node(
-    repository: Path, columns: Path, tmp_path: Path, forks: Forks
+    repository: Path, columns: Path, tmp_path: Path, forks: Forks, signals: list[signal.Signals]
 ) -> None:
     """SIGTERM saves a checkpoint. Near the time limit, the script also requeues the job."""
     out = tmp_path / "run"
     command = ["bash", "scripts/slurm_train.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
     environment, requeued = slurm_environment(tmp_path, job=4711, python=forks.python()), tmp_path / "bin" / "requeued"
     stopped_at = 0
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in signals:
         process = subprocess.Popen(
             command, cwd=repository, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
