@@ -221,10 +221,11 @@ def find_split_videos(data_dir: Path, split: str) -> tuple[pa.Array, DividedVide
     is_member = split_mask(split, videos, divided)
     if not is_member.any():
         splits = ", ".join(sorted(split_names(videos, divided)))
-        advice = f"use --split with a split of this manifest: {splits}"
         raise UserError(
             f"{data_dir} has no videos of split {split!r}",
-            hint=advice if splits else "the manifest is empty; add videos with `prep manifest`",
+            hint=f"use --split with a split of this manifest: {splits}"
+            if splits
+            else "the manifest is empty; add videos with `prep manifest`",
             flags=("--split",),
         )
     if divided is not None:

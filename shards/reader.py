@@ -230,9 +230,11 @@ class Variant:
         hint = f"run {how_to_make(column, data_dir, name)}"
         directory = variant_dir(data_dir, column, name)
         if not directory.is_dir():
-            if names := list_variants(data_dir, column):
-                hint = f"use one of the available variants ({', '.join(names)}), or {hint}"
-            raise UserError(f"{data_dir} has no variant {name!r} of {column}", hint=hint)
+            names = ", ".join(list_variants(data_dir, column))
+            raise UserError(
+                f"{data_dir} has no variant {name!r} of {column}",
+                hint=f"use one of the available variants ({names}), or {hint}" if names else hint,
+            )
         mark_user = None if cls.leave_mark is None else cls.leave_mark(directory)  # before the commits are read
         opened_variant = cls(directory, tars=tars)
         opened_variant.mark_user = mark_user
@@ -349,9 +351,8 @@ class Variant:
             if self._lookup is None:
                 shards = self.shards()
                 self._lookup = shards, KeyLookup([shard.index for shard in shards])
-        shards, lookup = self._lookup
-        shard_index, row = lookup.find(key)
-        return shards[shard_index], row
+        shard_index, row = self._lookup[1].find(key)
+        return self._lookup[0][shard_index], row
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield the samples in order, as the dicts that WebDataset yields: `__key__`, and each payload by extension."""

@@ -55,8 +55,9 @@ def require_page_path(path: Path, *, flag: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} ({flag})", hint=f"create it, or use a different {flag}")
     if path.exists() and not (path.is_file() and page_title(path) is not None):
-        hint = f"use a different {flag}"
-        raise UserError(f"{path} ({flag}) exists, but is not a page that clipmill wrote", hint=hint)
+        raise UserError(
+            f"{path} ({flag}) exists, but is not a page that clipmill wrote", hint=f"use a different {flag}"
+        )
 
 
 def load_template(path: Path) -> "Template":

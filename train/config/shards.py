@@ -255,8 +255,9 @@ class DataSettings(Checked):
             folder_by_path: dict[str, str] = {}
             for folder in self.folders:
                 if (earlier_folder := folder_by_path.get(path := normalise_address(folder))) is not None:
-                    is_equal = earlier_folder == folder
-                    ending = "twice" if is_equal else f"and {earlier_folder}, but they are the same folder"
+                    ending = (
+                        "twice" if earlier_folder == folder else f"and {earlier_folder}, but they are the same folder"
+                    )
                     yield UserError(
                         f"--shards names {folder} {ending}",
                         hint="use the folder once, with a larger weight in --mix",

@@ -129,8 +129,9 @@ def choose_sources(names: list[str], *, weights: str | None, all_sources: Collec
     rank = np.full(len(names), -1, np.int16)
     for index, (name, _) in enumerate(selection):
         rank[names.index(name)] = index
-    selected_names, selected_weights = [name for name, _ in selection], [weight for _, weight in selection]
-    return Sources(tuple(selected_names), np.array(selected_weights), rank, not_asked_for)
+    return Sources(
+        tuple(name for name, _ in selection), np.array([weight for _, weight in selection]), rank, not_asked_for
+    )
 
 
 @dataclass(frozen=True)
@@ -271,15 +272,13 @@ def describe_truncation(texts: pa.ChunkedArray, rows: NDArray[np.integer], token
     sample = candidates[:: max(1, len(candidates) // _MAX_TOKENIZED)]
     if not len(sample):
         return ""
-    num_full = 0
-    for row in sample.tolist():
-        text = str(texts[row].as_py())
-        num_full += len(text.split()) >= context - 2 or tokenize(text)[-1] != padding
+    sampled_texts = (str(texts[row].as_py()) for row in sample.tolist())
+    num_full = sum(len(text.split()) >= context - 2 or tokenize(text)[-1] != padding for text in sampled_texts)
     if not num_full:
         return ""
     prefix = "" if len(sample) == len(candidates) else "about "
-    count = round(num_full / len(sample) * len(candidates))
-    return f"{prefix}{count:,} with {context} tokens or more, truncated to {context}"
+    num_truncated = round(num_full / len(sample) * len(candidates))
+    return f"{prefix}{num_truncated:,} with {context} tokens or more, truncated to {context}"
 
 
 def same_text(texts: pa.ChunkedArray, rows: NDArray[np.integer] | None = None) -> str | None:

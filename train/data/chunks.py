@@ -3,7 +3,6 @@
 `ClipQuery` describes the clips. `ChunkSet` opens and reads the chunks. `ClipReader` decodes the chunks into clips.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -595,5 +594,8 @@ def _shared_chunks(plans: Sequence[ClipPlan]) -> dict[int, set[int]]:
     for plan in plans:
         for chunk, frames in plan.indices_by_chunk.items():
             needed_frames.setdefault(chunk, set()).update(frames)
-    counts = Counter(chunk for plan in plans for chunk in plan.indices_by_chunk)
-    return {chunk: frames for chunk, frames in needed_frames.items() if counts[chunk] > 1}
+    return {
+        chunk: frames
+        for chunk, frames in needed_frames.items()
+        if sum(chunk in plan.indices_by_chunk for plan in plans) > 1
+    }
