@@ -2,7 +2,7 @@
 
 Several operations are drawn for each clip, with replacement. Each operation is applied with probability 1/2, and with
 the same strength in all frames. The strength s is normally distributed around magnitude / 10, and clamped to [0, 1].
-Operations with two directions get a random sign:
+Operations with two directions get a random sign. The operations are:
 
     autocontrast, equalize, invert   have no strength; the first two use the statistics of each frame
     posterize                        keeps 4 - floor(4 s) bits
@@ -38,7 +38,7 @@ from clipmill.train.config.clips import OPERATIONS
 from clipmill.train.device.transfer import constant_tensor, send
 
 Triple = tuple[float, float, float]  # values for R, G and B
-Operation = tuple[str, float]  # name, and strength from -1 to 1, whose sign is the direction
+Operation = tuple[str, float]  # name, and strength from -1 to 1 (the sign is the direction)
 
 _MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _MIN_FACTOR = 4, 110, 0.9, 0.1
 _MAX_ROTATION, _MAX_SHEAR, _MAX_TRANSLATION = math.radians(30), 0.3, 0.45

@@ -3,8 +3,8 @@
 The method is from FastCLIP (figure 3, tables 15 to 22): torch.profiler records steps of the training loop, and the
 intervals of all events of the same kind are merged. The parts of a step are
 
-    compute      time in which an operation computes: on a GPU, kernels except NCCL's kernels and copies; on a CPU,
-                 operators of the training thread
+    compute      time in which an operation computes: on a GPU, kernels other than NCCL's (copies do not count); on a
+                 CPU, operators of the training thread
     overlap      communication during computation
     exposed      communication without computation (FastCLIP: pure communication)
     other        all other time: waiting for data, Python, launches
@@ -133,11 +133,11 @@ def _break_down_step(step: Event, compute_events: Sequence[Event], communication
             if start < end:
                 changes += [(start, kind, 1), (end, kind, -1)]
     # Seconds with and without computation (first key) and communication (second key).
-    seconds, num_running, previous = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
+    seconds, num_running, previous_us = {(a, b): 0.0 for a in (False, True) for b in (False, True)}, [0, 0], step.begin
     for time, kind, change in sorted(changes):
-        seconds[num_running[0] > 0, num_running[1] > 0] += (time - previous) / 1e6
+        seconds[num_running[0] > 0, num_running[1] > 0] += (time - previous_us) / 1e6
         num_running[kind] += change
-        previous = time
+        previous_us = time
     return Breakdown(
         total_s=(step.end - step.begin) / 1e6,
         compute_s=seconds[True, False] + seconds[True, True],
@@ -162,7 +162,7 @@ def run_breakdown(
     """Break down steps with each strategy and exchange. Return a JSON-serialisable dict, the same on all ranks.
 
     Args:
-        exchanges: Exchanges for a contrastive loss; None for the exchange in training.
+        exchanges: Exchanges for a contrastive loss; None for the exchange that training uses.
         seconds: Approximate duration of each measurement in seconds.
 
     Raises:
@@ -191,7 +191,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
     """Break down training steps. All ranks call this function and get the same JSON-serialisable dict.
 
     Args:
-        exchange: Exchange for a contrastive loss; None for the exchange in training.
+        exchange: Exchange for a contrastive loss; None for the exchange that training uses.
 
     Raises:
         UserError: The exchange of this objective cannot be replaced.

@@ -79,8 +79,8 @@ def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds:
             contain fewer samples than a batch.
     """
     if not (math.isfinite(seconds) and seconds > 0):
-        error = f"--seconds is {seconds}, but must be greater than 0"
-        raise UserError(error, hint="use a number above 0", flags=("--seconds",))
+        message = f"--seconds is {seconds}, but must be greater than 0"
+        raise UserError(message, hint="use a number above 0", flags=("--seconds",))
     if len(settings.folders) > 1:
         raise UserError(
             f"train bench measures one data folder, but --shards names {len(settings.folders)}",

@@ -190,7 +190,7 @@ LOADER_STAGES = (READ, DECODE, CROP, TOKENS)
 
 
 class Stopwatch:
-    """Timer for the calls of each stage while `is_running`. The time of a nested call counts only for the inner stage.
+    """Timer for the calls of each stage, active while `is_running`. A nested call counts only for the inner stage.
 
     Args:
         wait: Function that waits for the work that a stage has queued on the device.
@@ -280,7 +280,7 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
     stopwatch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
     with Activity("measuring the model"):
         steps = Steps(opened)
-        on_device = loaded._replace(batch=to_device(loaded.batch, opened.device))
+        device_batch = loaded._replace(batch=to_device(loaded.batch, opened.device))
 
         def copy() -> None:
             to_device(loaded.batch, opened.device)
@@ -288,9 +288,9 @@ def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]
 
         is_copied = opened.device.type != "cpu"
         stages["transfer"] = batch / median(_measure_calls(copy, seconds=seconds)) if is_copied else None
-        steps.take(on_device)
+        steps.take(device_batch)
         stopwatch.is_running = True
-        steps_s = _measure_calls(lambda: steps.take(on_device), seconds=seconds)
+        steps_s = _measure_calls(lambda: steps.take(device_batch), seconds=seconds)
         stopwatch.is_running = False
     compute_s, augment_s = median(steps_s), 0.0
     if calls_s := stopwatch.times_s[AUGMENT]:  # one call per microbatch

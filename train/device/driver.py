@@ -56,17 +56,17 @@ def why_no_gpu() -> str | None:
     driver = driver_version()
     if driver is None and not _has_cuda_device() and not _has_pci_device():
         return None
-    cuda, oldest = torch.version.cuda, required_driver(torch.version.cuda)
+    cuda, oldest_driver = torch.version.cuda, required_driver(torch.version.cuda)
     if cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    if driver is not None and oldest is not None and is_older(driver, oldest):
-        return f"the driver {driver} is older than {oldest}, the oldest that torch {torch.__version__} supports"
+    if driver is not None and oldest_driver is not None and is_older(driver, oldest_driver):
+        return f"the driver {driver} is older than {oldest_driver}, the oldest that torch {torch.__version__} supports"
     try:
         torch.cuda.init()
         reason = "torch finds no GPU"
     except RuntimeError as error:
         reason = first_line(error)
-    return f"{reason} (torch {torch.__version__} needs driver {oldest or 'for CUDA ' + cuda} or later)"
+    return f"{reason} (torch {torch.__version__} needs driver {oldest_driver or 'for CUDA ' + cuda} or later)"
 
 
 def _has_cuda_device() -> bool:

@@ -126,7 +126,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     name, reason = str(choice), f"requested by --precision {choice}"
     if choice == "auto":
         name = "bf16" if has_bf16 else "fp32"
-        reason = "the GPU supports it" if has_bf16 else "the GPU does not support bf16"
+        reason = "the GPU supports bf16" if has_bf16 else "the GPU does not support bf16"
         if device_type == "cpu":
             reason = "the device is a CPU"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")

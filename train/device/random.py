@@ -2,8 +2,8 @@
 
 The numbers depend neither on other samples in a batch nor on earlier draws, so a sample gets the same numbers on any
 rank, in a resumed run, and in an evaluation of only this sample. `draw_uniform` and `integers_below` draw numbers for
-many positions at once (captions, augmentation, masks), and `device_uniform` does so on any device. `generator` draws
-numbers for one position (frames, crops) or one epoch (the shuffle window of a stream).
+many positions in one call (captions, augmentation, masks), and `device_uniform` does so on any device. `generator`
+draws numbers for one position (frames, crops) or one epoch (the shuffle window of a stream).
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def _key(*, seed: int, purpose: str) -> int:
 def device_uniform(
     positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
 ) -> "torch.Tensor":
-    """Draw numbers on any device that are bit-identical to `draw_uniform`: float64 [B, count].
+    """Draw the same numbers as `draw_uniform` (bit-identical) on any device: float64 [B, count].
 
     Args:
         positions_B: Positions, int64 [B].

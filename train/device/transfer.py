@@ -6,8 +6,8 @@ The host launches the next step before it reads the metrics of the current step:
     device                  | step 1 ........... | step 2 ........... | ...
 
 Therefore the device always has work. The host waits once per step, for the end of the previous step. Metrics are
-stacked and copied to pinned memory as part of the step, so the host only has to wait for one event to read them. They
-are read immediately if something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
+stacked and copied to pinned memory as part of the step, so the host has to wait for only one event to read them. The
+host reads metrics immediately if something depends on them (a checkpoint, evaluation or stop request, or the end).
 
 When the host reads a non-finite metric, it has already launched the next step. `StepGuard` prevents both steps from
 changing the weights.
@@ -57,14 +57,14 @@ class DeviceEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: "DeviceEvent") -> float:
+    def seconds_since(self, earlier_event: "DeviceEvent") -> float:
         """Return the time from an earlier event on the same device to this event in seconds.
 
         Both events must have been reached.
         """
-        if self._event is None or earlier._event is None:
-            return self._time_s - earlier._time_s
-        return earlier._event.elapsed_time(self._event) / 1e3
+        if self._event is None or earlier_event._event is None:
+            return self._time_s - earlier_event._time_s
+        return earlier_event._event.elapsed_time(self._event) / 1e3
 
 
 class LateMetrics:

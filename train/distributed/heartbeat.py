@@ -64,7 +64,7 @@ class Heartbeat:
         is_stuck = self._thread.is_alive()
         self._thread = None
         if is_stuck:
-            return  # the thread waits in a call to the store, which blocks further calls
+            return  # the thread is blocked in a call to the store; further calls would block too
         try:
             reason = _LEFT
             if error is not None:

@@ -57,7 +57,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         num_gpus = torch.cuda.device_count()
         if world.local_rank >= num_gpus:
             raise UserError(
-                f"process {world.local_rank} of this machine has no GPU: the machine has {num_gpus}",
+                f"process {world.local_rank} of this machine has no GPU: the machine has only {num_gpus}",
                 hint=f"launch with --nproc-per-node {num_gpus}, or train with --device cpu",
             )
         torch.cuda.set_device(world.local_rank)
@@ -102,10 +102,10 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
 
 
 def _read_environment() -> World:
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
+    missing_variables = [name for name in _VARIABLES if name not in os.environ]
+    if missing_variables:
         raise UserError(
-            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+            f"RANK is set, but {', '.join(missing_variables)} {'is' if len(missing_variables) == 1 else 'are'} not",
             hint="launch with torchrun, which sets all of them; or unset RANK and WORLD_SIZE to run one process",
         )
     numbers = {}
@@ -113,8 +113,8 @@ def _read_environment() -> World:
         try:
             numbers[name] = int(os.environ[name])
         except ValueError:
-            error = f"the environment variable {name} is {os.environ[name]!r}, which is not a number"
-            raise UserError(error, hint="launch with torchrun, which sets this variable") from None
+            message = f"the environment variable {name} is {os.environ[name]!r}, which is not a number"
+            raise UserError(message, hint="launch with torchrun, which sets this variable") from None
     return World(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
 
 
@@ -135,23 +135,23 @@ def name_attempt(store: dist.Store, world: World) -> str:
         name = str(store.get(response).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
-    missing, response_keys = set(range(1, world.size)), dict[int, str]()
+    missing_ranks, response_keys = set(range(1, world.size)), dict[int, str]()
     deadline_s = time.monotonic() + _JOIN_TIMEOUT.total_seconds()
-    with _remind_of_wait(world, lambda: _name_ranks(sorted(missing))):
-        while missing:
-            for rank in sorted(missing):
+    with _remind_of_wait(world, lambda: _name_ranks(sorted(missing_ranks))):
+        while missing_ranks:
+            for rank in sorted(missing_ranks):
                 if store.check([f"knows/{key}/{rank}"]):
-                    missing.remove(rank)
+                    missing_ranks.remove(rank)
                 elif not store.check([f"asks/{rank}"]):
                     continue
                 elif (request_key := store.get(f"asks/{rank}").decode()) != response_keys.get(rank):
                     store.set(f"answer/{request_key}", key)
                     response_keys[rank] = request_key
-            if missing and time.monotonic() > deadline_s:
+            if missing_ranks and time.monotonic() > deadline_s:
                 raise FailedWork(
-                    f"rank {min(missing)} of {world.size} did not join within {_JOIN_TIMEOUT}; see its log"
+                    f"rank {min(missing_ranks)} of {world.size} did not join within {_JOIN_TIMEOUT}; see its log"
                 )
-            time.sleep(_POLL_S if missing else 0)
+            time.sleep(_POLL_S if missing_ranks else 0)
     return key
 
 
@@ -211,14 +211,14 @@ def difference(ranks: Sequence[Start]) -> str | None:
     """Describe the values that differ between ranks; None if all ranks have the same values."""
     names = list(dict.fromkeys(name for start in ranks for name in start))
     values = {name: [_value_text(start, name) for start in ranks] for name in names}
-    differing = {name: rank_values for name, rank_values in values.items() if len(set(rank_values)) > 1}
-    if COMMAND in differing:
+    differing_values = {name: rank_values for name, rank_values in values.items() if len(set(rank_values)) > 1}
+    if COMMAND in differing_values:
         # Different commands have different flags, so a list of the flags would not help.
-        differing = {COMMAND: differing[COMMAND]}
-    if not differing:
+        differing_values = {COMMAND: differing_values[COMMAND]}
+    if not differing_values:
         return None
     parts = []
-    for name, rank_values in differing.items():
+    for name, rank_values in differing_values.items():
         ranks_by_value: dict[str, list[int]] = {}
         for rank, value in enumerate(rank_values):
             ranks_by_value.setdefault(value, []).append(rank)

@@ -40,8 +40,8 @@ def wrap_model(
 
     Args:
         units: Submodules that FSDP gathers one at a time.
-        matmul_dtype: Dtype of matrix products, to which FSDP casts weights before it gathers them; None for the dtype
-            of the weights. Gradients are reduced in the dtype of the weights.
+        matmul_dtype: Dtype of matrix products; None for the dtype of the weights. FSDP casts weights to this dtype
+            before it gathers them. Gradients are reduced in the dtype of the weights.
     """
     if world.size == 1:
         return model
@@ -86,7 +86,7 @@ class Replicated(DistributedDataParallel):
 
 @contextmanager
 def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context for the forward and backward pass of a wrapped model. The gradients are reduced if `is_last` is True."""
+    """Context of the forward and backward pass of a wrapped model. The gradients are reduced if `is_last` is True."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield
@@ -119,8 +119,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
     if world.size == 1:
         return
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        flat = world.sum(torch.cat([gradient.flatten() for gradient in bucket])) / world.size
-        for gradient, average in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+        averages = world.sum(torch.cat([gradient.flatten() for gradient in bucket])) / world.size
+        for gradient, average in zip(bucket, averages.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(average.view_as(gradient))
 
 
@@ -139,21 +139,21 @@ def exchange_buffers(model: nn.Module, world: World) -> None:
 def _send(tensors: Sequence[torch.Tensor], world: World, *, source: int) -> None:
     """Copy the tensors of rank `source` into the tensors of all other ranks."""
     for bucket in buckets(sorted(tensors, key=lambda tensor: str(tensor.dtype))):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
-        dist.broadcast(flat, group=world.group, group_src=source)
+        flat_values = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.broadcast(flat_values, group=world.group, group_src=source)
         if world.rank != source:
-            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            for tensor, values in zip(bucket, flat_values.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(values.view_as(tensor))
 
 
 class ZeroOptimizer:
-    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shard the state of an optimizer over ranks by complete parameters.
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shard the optimizer state over ranks, parameter by parameter.
 
     Each rank updates its own parameters and sends them to the other ranks. Because parameters are not divided, the
     results of every optimizer are bit-identical to the results of a single process.
 
     Args:
-        optimizer: Optimizer of all parameters, without state. The parameters of other ranks are removed from it.
+        optimizer: Optimizer of all parameters, without state. This class removes the parameters of other ranks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:

@@ -55,8 +55,8 @@ class Pipeline(nn.Module):
     """Stage of a model on this rank.
 
     Args:
-        part: Layers of this stage. They are called with `tokens` and with the output of the previous stage; in the
-            first stage, with the inputs. Parameters with the same name on several stages are tied.
+        part: Layers of this stage. They are called with `tokens` and with the output of the previous stage, or with the
+            inputs in the first stage. Parameters with the same name on several stages are tied.
 
     Attributes:
         repeated_parameters: Parameters of this stage that are tied to parameters of an earlier stage.
@@ -147,7 +147,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def _measure_boundaries(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Measure the shapes and dtypes of this stage's inputs and outputs in a run on one sample with one token."""
+        """Measure the shapes and dtypes of this stage's inputs and outputs with one sample of one token."""
         stages = self._world.stages
         stage_inputs: list[torch.Tensor] = []
         stage_outputs: list[torch.Tensor] = []
@@ -204,7 +204,7 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
 
 
 class _StageLayers(nn.Module):
-    """Layers of a stage, for a schedule. The schedule passes the row numbers of samples in place of inputs."""
+    """Layers of a stage, as a schedule calls them. The schedule passes row numbers in place of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def run_along(stages: World, run: Callable[[Tensors], Tensors], *, first: int = 
     """Call `run` on the ranks of a pipeline in turn, each with the result of the previous rank.
 
     Args:
-        first: First rank that calls `run`. This rank passes an empty tuple.
+        first: First rank that calls `run`. On this rank, the argument of `run` is an empty tuple.
 
     Returns:
         The result on this rank; an empty tuple on ranks before `first`.

@@ -136,7 +136,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class FailedElsewhere(Exception):
-    """Error on the ranks that wrote their parts while another rank failed. The message contains the failed rank."""
+    """Error on the ranks that wrote their parts while another rank failed. The message names the failed rank."""
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -188,7 +188,7 @@ class _Piece:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of files from `_Writer`, which takes the locations of tensors from the table."""
+    """Reader for the files of `_Writer`. The table contains the locations of the tensors."""
 
     def __init__(self, folder: Path, table: Table, open_part: Callable[[Path], BinaryIO]) -> None:
         super().__init__(str(folder))

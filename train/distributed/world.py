@@ -77,11 +77,15 @@ class World:
         replica, stage = divmod(self.rank, num_stages)
         ranks = range(self.size)
         # Every rank must take part in creating every group.
-        by_stage = [_group(ranks[first::num_stages]) for first in range(num_stages)]
-        by_replica = [_group(ranks[first : first + num_stages]) for first in ranks[::num_stages]]
-        stages = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=by_replica[replica])
+        groups_by_stage = [_group(ranks[first::num_stages]) for first in range(num_stages)]
+        groups_by_replica = [_group(ranks[first : first + num_stages]) for first in ranks[::num_stages]]
+        stages = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=groups_by_replica[replica])
         replicas = World(
-            rank=replica, size=num_replicas, local_rank=self.local_rank, group=by_stage[stage], stage_world=stages
+            rank=replica,
+            size=num_replicas,
+            local_rank=self.local_rank,
+            group=groups_by_stage[stage],
+            stage_world=stages,
         )
         return replace(self, replica_world=replicas, stage_world=stages)
 
@@ -187,11 +191,11 @@ def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
     """Gather rows from all ranks, in rank order. Ranks may have different numbers of rows, including 0."""
     shapes = world.gather(torch.tensor([rows.shape], device=rows.device)).cpu()
     num_rows, width = shapes[:, 0].tolist(), shapes[:, 1:].amax(dim=0).tolist()
-    longest = max(num_rows)
-    padded_rows = rows.new_zeros(longest, *width)
+    max_rows = max(num_rows)
+    padded_rows = rows.new_zeros(max_rows, *width)
     if len(rows):
         padded_rows[: len(rows)] = rows
-    parts = world.gather(padded_rows).split(longest) if longest else [padded_rows]
+    parts = world.gather(padded_rows).split(max_rows) if max_rows else [padded_rows]
     return torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=False)])
 
 
@@ -237,11 +241,11 @@ class Step:
 
 def seed_of(*numbers: int) -> int:
     """Combine integers into a seed."""
-    mixed = 0
+    state = 0
     for number in numbers:
         # SplitMix64's finalizer (Steele, Lea, Flood 2014).
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return mixed
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state

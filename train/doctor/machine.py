@@ -39,7 +39,7 @@ _NETWORK_TYPES = {
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# File systems through which a virtual machine or sandbox accesses folders of its host. The disk cannot be examined.
+# File systems through which a virtual machine or sandbox accesses folders of its host. Their disk cannot be examined.
 _HOST_TYPES = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY_TYPES = {"tmpfs", "ramfs"}
 _CHECK_MOUNT = "check the mount and its permissions"
@@ -295,7 +295,7 @@ class Accelerator:
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
         attention: Name of the backend that `--attention auto` uses on the first GPU; unknown if no trials were run.
-        has_triton: True if triton is installed, which torch.compile needs to generate GPU kernels.
+        has_triton: True if triton is installed. torch.compile needs triton to generate GPU kernels.
         environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty if no trials were run.
     """
 
@@ -322,7 +322,7 @@ def examine_accelerator(*, runs_trials: bool = True, looks_for_gpus: bool = True
     """Examine torch and the GPUs.
 
     Args:
-        runs_trials: True to run each attention backend on the device and to load xformers. torch's settings may change.
+        runs_trials: True to run each attention backend and to load xformers. This may change torch's settings.
         looks_for_gpus: True to look for GPUs. This initialises CUDA.
     """
     # Import the driver checks only here, because a run needs them only for its page.
@@ -475,7 +475,7 @@ class MachineFacts:
         versions: Versions of Python and packages, as on the page of a run.
         system: Operating system, with the versions of kernel and libc.
         disk: Disk of the data folder or the current folder; None if it was not examined.
-        is_run: True if the machine was examined at the start of a run, which reports its own device and precision.
+        is_run: True if the machine was examined at the start of a run. A run reports its own device and precision.
     """
 
     asked_device: str

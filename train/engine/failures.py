@@ -1,9 +1,9 @@
-"""Count the samples that could not be loaded on any rank, list them in failures.jsonl, and enforce --max-failures.
+"""Count the samples that failed to load, over all ranks, list them in failures.jsonl, and enforce --max-failures.
 
 The life of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns the
-   exception into a `FailedSample`, which it returns with the next batch. It fills this batch with the next samples.
+   exception into a `FailedSample`, returns it with the next batch, and fills this batch with later samples.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends a line for each
    failure to failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. If the failures
@@ -88,51 +88,53 @@ class FailureLog:
         """
         began_s = time.perf_counter()
         loaded, error = None, None
-        failed: tuple[FailedSample, ...] = ()
+        failed_samples: tuple[FailedSample, ...] = ()
         try:
             if self._world.stages.is_first:
                 loaded = next(batches)
-                failed = loaded.failed
+                failed_samples = loaded.failed
         except TooManyFailures as too_many:
-            failed = too_many.failed
+            failed_samples = too_many.failed
         except ClipmillError as loader_error:
             error = loader_error
         waited_s = time.perf_counter() - began_s
         # The ranks exchange four numbers per step. They exchange objects only after a failure.
-        counts_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
+        counts_14 = torch.tensor(
+            [[len(failed_samples), float(stops), float(error is not None), waited_s]], dtype=torch.float64
+        )
         all_R4 = self._world.gather(counts_14)
         num_failed, num_stops, num_errors, _ = all_R4.sum(dim=0).tolist()
         if num_failed:
-            self._record([sample for samples in self._world.gather_objects(failed) for sample in samples])
+            self._record([sample for samples in self._world.gather_objects(failed_samples) for sample in samples])
         if num_errors:
             raise next(rank_error for rank_error in self._world.gather_objects(error) if rank_error is not None)
         loaded = broadcast_batch(loaded, self._world.stages)
         assert loaded is not None  # otherwise an error has been raised above
         return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
 
-    def _record(self, failed: list[FailedSample]) -> None:
-        self._keys += [failure.key for failure in failed]
+    def _record(self, failures: list[FailedSample]) -> None:
+        self._keys += [failure.key for failure in failures]
         if self._world.is_first:
-            append_lines(self._path, [asdict(failure) for failure in failed])
-        last_failure = f"{failed[-1].key}: {failed[-1].detail}"
+            append_lines(self._path, [asdict(failure) for failure in failures])
+        last_failure = f"{failures[-1].key}: {failures[-1].detail}"
         if self.num_failed > self._max_failures:
             raise FailedWork(
                 f"{count_noun(self.num_failed, 'sample')} failed, more than --max-failures {self._max_failures}"
                 f"{describe_repeats(self._keys)}; the last one: {last_failure}; all are listed in "
-                f"{self._path}{_remedy(failed)}"
+                f"{self._path}{_remedy(failures)}"
             )
         if self._world.is_first and not self._has_warned:
             self._has_warned = True
             sys.stderr.write(
                 f"note: a sample could not be loaded and is skipped: {last_failure}; the run ends if more than "
                 f"{self._max_failures} samples fail (--max-failures); all failures are listed in "
-                f"{self._path}{_remedy(failed)}\n"
+                f"{self._path}{_remedy(failures)}\n"
             )
 
 
-def _remedy(failed: list[FailedSample]) -> str:
+def _remedy(failures: list[FailedSample]) -> str:
     """Return advice about a missing or damaged shard; empty if the last sample failed for another reason."""
-    if failed[-1].reason not in ("shard_unreadable", "checksum"):
+    if failures[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
     return "; prep verify lists missing and damaged shards and the commands that rebuild them"
 
@@ -194,21 +196,21 @@ def memory_error(
         peak_bytes: Bytes allocated when memory ran out; the step needs at least that much.
         total_bytes: Bytes that this process can use.
     """
-    fits = largest_fit(microbatch, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
+    num_fitting = largest_fit(microbatch, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
         f"out of GPU memory: a forward and backward pass over {count_noun(microbatch, 'sample')} needs more than "
         f"{size_text(total_bytes)}: "
         f"{size_text(before_bytes)} were allocated before the step, and {size_text(peak_bytes)} at its peak"
     )
-    if fits is None:
+    if num_fitting is None:
         return UserError(
             message,
             hint="use a smaller --model, or --parallel.strategy fsdp on more GPUs: a single sample does not fit",
         )
     return UserError(
         message,
-        hint=f"use --microbatch {fits}, which would probably fit and keeps --batch {batch}; "
-        f"or use --batch {batch // share * fits}, or --towers.activation-checkpointing",
+        hint=f"use --microbatch {num_fitting}, which would probably fit and keeps --batch {batch}; "
+        f"or use --batch {batch // share * num_fitting}, or --towers.activation-checkpointing",
     )
 
 

@@ -6,8 +6,8 @@ and save.
 All ranks run the loop in lockstep. Before each step, every rank tells the others whether it has a batch and whether it
 must stop. An error or signal on one rank therefore ends the loop on all ranks (clipmill.train.engine.failures).
 
-The loop reads the metrics of a step after it has started the next step (clipmill.train.device.transfer), or immediately
-if an evaluation or a checkpoint follows. If a loss or gradient norm is not finite, the run ends, and no later step is
+The loop reads the metrics of a step after starting the next step (clipmill.train.device.transfer), or immediately if an
+evaluation or a checkpoint follows. If a loss or gradient norm is not finite, the run ends, and no later step is
 saved. The run also ends if all gradients of the first steps are zero.
 """
 
@@ -106,7 +106,7 @@ def train(
     log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch, num_steps=settings.steps)
     guard = StepGuard(device)
     consumption = Consumption(run, world=world, device=device)
-    folders = getattr(samples, "folders", None)  # counts the samples from each data folder, for the metrics
+    folders = getattr(samples, "folders", None)  # object that counts the samples from each data folder
     # Pipeline stages exchange batches on the CPU, so only the frames are prefetched to the device.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
@@ -138,7 +138,7 @@ def train(
         StopSignal().handle() as stop,
     ):
         while state.step < settings.steps:
-            # Get the next batch. If a rank has no batch, no rank takes the step: its collectives would never end.
+            # Get the next batch. If a rank has no batch, no rank takes the step: the collectives would never end.
             began = log.end or DeviceEvent(device)
             try:
                 synced_batch = failures.next_batch(batches, stops=stop.is_received)
@@ -179,7 +179,7 @@ def train(
                 )
             )
 
-            # Evaluate and save, but first read the metrics of this step, which show whether the weights are finite.
+            # Evaluate and save. First read the metrics of this step, to find out whether the weights are finite.
             is_last = state.step == settings.steps
             interval = num_steps(step_settings.evaluate.every)
             is_evaluated = bool(interval) and (state.step % interval == 0 or is_last)
@@ -214,7 +214,7 @@ def run_step(
     throughput: Throughput,
     guard: StepGuard,
 ) -> dict[str, Scalar]:
-    """Take an optimizer step, and return its metrics, which the device may still be computing."""
+    """Take an optimizer step, and return its metrics. The device may still be computing them."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)

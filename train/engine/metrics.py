@@ -65,7 +65,7 @@ class Throughput:
         devices = [self._device] if self._device.type == "cuda" else []
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
 
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def start_counting(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 return
             if not is_compiled:
@@ -76,7 +76,7 @@ class Throughput:
                 module.forward(*args, **kwargs)  # without hooks
 
         hooks = (
-            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_pre_hook(start_counting, with_kwargs=True),
             model.register_forward_hook(lambda *_: counted_pass.close(), always_call=True),
         )
         try:
@@ -270,7 +270,7 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
 
 
 def find_non_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
-    """List the first few tensors that contain NaN or infinity, as text; return None if all tensors are finite.
+    """Return the names of the first few non-finite tensors, as text; None if all tensors are finite.
 
     All ranks must call this function. Each rank checks its shards without copying them, and waits for the device once.
     Some losses store logarithms that are -inf until a sample is first visited, so -inf is allowed in their state.
@@ -409,7 +409,7 @@ class MetricsLog:
             self._trackers.log(self._line(pending, evaluation or {}) | batch_entry)
 
     def close(self) -> None:
-        """Log the pending step if its metrics are finite, without communication. Also call this after an error."""
+        """Log the pending step if its metrics are finite, without communication. Call this method after errors too."""
         pending, self._pending = self._pending, None
         if pending is None or self._is_evaluated:
             return
@@ -468,7 +468,7 @@ class Consumption:
 
 
 def _energy_j(device: torch.device) -> float | None:
-    """Return the energy (J) that a GPU has used since its driver was loaded; None if the driver does not measure it."""
+    """Return the energy (J) that a GPU has used since its driver was loaded; None if it cannot be measured."""
     if device.type != "cuda":
         return None
     import pynvml

@@ -42,19 +42,19 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 
 
 def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
-    """Return the command, versions and settings of this rank, for a comparison with the other ranks."""
+    """Return the command, versions and settings of this rank, to compare them with the other ranks."""
     values = flatten(
         {name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS}
     )
     # The paths of the evaluated data may differ too.
-    evaluated = [f"{data.name}: split {data.split}, {data.protocol}" for data in settings.evaluate.evaluated_data()]
-    values["evaluate.shards"] = evaluated if settings.evaluate.shards else []
-    installed = versions()
+    evaluations = [f"{data.name}: split {data.split}, {data.protocol}" for data in settings.evaluate.evaluated_data()]
+    values["evaluate.shards"] = evaluations if settings.evaluate.shards else []
+    installed_versions = versions()
     return {
         COMMAND: f"train {settings.command}",
-        "clipmill": installed["clipmill"],
+        "clipmill": installed_versions["clipmill"],
         # Patch releases of torch may differ.
-        "torch": ".".join(installed["torch"].split(".")[:2]),
+        "torch": ".".join(installed_versions["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flatten({**values, "resume": resume}).items()},
     }
 
@@ -84,13 +84,15 @@ def open_consistent(
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """Return values that identify the data on which a rank trains and evaluates."""
+    """Return values that identify the training and evaluation data of a rank."""
     content: dict[str, object] = {}
     folders = settings.folders
     named_folders = dict(zip([f" of {name}" for name in folder_names(folders)], folders, strict=True))
     named_folders = named_folders if len(folders) > 1 else {"": settings.folder}
-    evaluated = {f" of {data.name}": data.shards for data in settings.evaluated_data() if data.shards is not None}
-    for name, shards in {**named_folders, **(evaluated if settings.evaluate.every else {})}.items():
+    evaluated_folders = {
+        f" of {data.name}": data.shards for data in settings.evaluated_data() if data.shards is not None
+    }
+    for name, shards in {**named_folders, **(evaluated_folders if settings.evaluate.every else {})}.items():
         if is_local_folder(shards):
             content[f"manifest{name}"] = str(read_manifest(Path(shards))["fingerprint"])[:16]
             for column in columns:

@@ -138,8 +138,10 @@ class State:
             part = {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
             check_fits(path, table, _gather_stages(part, world.stages), prefix=prefix)
         moments = self._optimizer_tensors(table)
-        flat = {f"optimizer.{name}.{key}": tensor for name, state in moments.items() for key, tensor in state.items()}
-        fill(path, table, weights | flat, world=world)
+        moment_tensors = {
+            f"optimizer.{name}.{key}": tensor for name, state in moments.items() for key, tensor in state.items()
+        }
+        fill(path, table, weights | moment_tensors, world=world)
         # The state dict of an optimizer numbers the parameters in the order of its groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}

@@ -72,12 +72,12 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, world: World) -> Mapping[str, float | list[float]]:
         """Evaluate a model during training. Return the same metrics on all ranks; {} if there are no evaluations.
 
-        There is one evaluation for each entry of `settings.evaluated_data()`. The keys of its metrics are
-        `<name>/<metric>`, where `<name>` is the name of the entry. A list contains one value per batch, such as the
-        loss. Lists are logged, but --best cannot select them.
+        Each entry of `settings.evaluated_data()` is evaluated. The metrics have keys `<name>/<metric>`, where `<name>`
+        is the name of the entry. A metric with one value per batch, such as the loss, is a list. Lists are logged, but
+        --best cannot select them.
 
-        All ranks call this method at the same step, with the model in evaluation mode and without gradients. Forward
-        passes must not communicate, because their number may differ between ranks.
+        All ranks call this method at the same step, with the model in evaluation mode and gradients disabled. Forward
+        passes must not communicate, because the number of passes may differ between ranks.
         """
         ...
 
@@ -148,7 +148,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
 
 
 def take_stage(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """Return the layers of a model that belong to the stage of this rank; the complete model if there is one stage.
+    """Return the layers of a model in the pipeline stage of this rank, or the complete model if there is one stage.
 
     Raises:
         UserError: The model cannot be cut into this many stages.
@@ -299,7 +299,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
                     hint="use other weights, or other --lora.towers",
                     flags=("--lora.towers",),
                 )
-        # Resized tensors are new objects. Checkpoints contain them, so reading the base needs no resizing.
+        # Resized tensors are new objects. They are stored in checkpoints, so that the base is read without resizing.
         frozen = [plain_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
         names = [name for name in frozen if name in source_tensors and fitted_tensors.get(name) is source_tensors[name]]
         return base_of(source, self._settings.init, names=names, scale=self._settings.lora.scale)
@@ -355,7 +355,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         return blocks_of(model)
 
     def frozen_parts(self) -> list[str]:
-        """Describe the frozen parts, for the log."""
+        """Describe the frozen parts, for run.json."""
         settings, lora = self._settings, self._settings.lora
         adapted_towers_text = [f"{tower}, with adapters of rank {lora.rank}" for tower in adapted_towers(settings)]
         return [*settings.freeze, *adapted_towers_text]

@@ -71,7 +71,7 @@ def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, f
         "licences of the training data and of the initial weights apply as well.",
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    # The Hub shows the metrics in the metadata for the model that its users open.
+    # The Hub attributes the metrics in the metadata to the model that its users open.
     metadata = _metadata(opened.spec.pipeline, form, [] if exported.model_input else results, name=name)
     front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front_matter}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
@@ -149,7 +149,7 @@ def _source_name(report: Mapping[str, Any]) -> str:
 
 
 def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
-    """Return the results of the exported checkpoint whose overrides (frames and size) equal the export's overrides."""
+    """Return the results of the exported checkpoint with the same overrides (frames and size) as the export."""
     evaluations, overrides = (
         {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
         opened.overrides.given_values(),

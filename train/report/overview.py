@@ -20,7 +20,7 @@ from clipmill.train.evaluation.tables import Cell, Table
 from clipmill.train.report.results import chart_values, overlay_curves, page_of, publish_page
 from clipmill.train.run.folder import RunFolder, open_run
 
-# Settings of folders and of the machine, which do not affect the model.
+# Settings for folders and for the machine. They do not affect the model.
 MACHINE_SETTINGS = frozenset({"out", "cache", "cache_size", "checkpoint_every", "keep_checkpoints", "track", "workers"})
 # Other settings that may change with the number of processes.
 _SCALE_SETTINGS = frozenset({"seed", "batch", "microbatch", "lr", "parallel"})
@@ -56,11 +56,11 @@ def seed_groups(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
     """Return the groups of runs that differ only in the seed, ordered by the first run of each group."""
     groups = []
     for group in _group_runs(cards, ignored=frozenset({"seed"})):
-        by_seed: dict[str, int] = {}
+        run_by_seed: dict[str, int] = {}
         for run in group:
-            by_seed.setdefault(str(cards[run]["settings"].get("seed")), run)
-        if len(by_seed) > 1:
-            runs = tuple(by_seed.values())
+            run_by_seed.setdefault(str(cards[run]["settings"].get("seed")), run)
+        if len(run_by_seed) > 1:
+            runs = tuple(run_by_seed.values())
             label = f"mean (standard deviation) of {len(runs)} seeds: {', '.join(names[run] for run in runs)}"
             groups.append(SeedGroup(runs, label))
     return groups
@@ -131,7 +131,7 @@ class ComparisonTable:
         title: Name of the evaluation.
         subtitle: Row, split and data of the evaluation.
         columns: Names of the metrics.
-        reference: Name of the reference value of each metric.
+        reference: Name of the reference value for each metric.
         cells: Cells of all columns, keyed by the index of the run.
         cautions: Limitations of the metrics, keyed by the index of the run.
     """
@@ -208,8 +208,8 @@ def _compare_results(cards: Sequence[Mapping[str, Any]]) -> list[ComparisonTable
             row = table.rows[table.headline]
             subtitle = row.label if result["split"] in row.label.split() else f"{row.label} ({result['split']})"
             subtitle += f", data: {data}" if (data := result["other_data"]) else ""
-            empty = ComparisonTable(table.title, subtitle, table.columns, table.reference, {}, {})
-            comparison = comparisons.setdefault((table.title, subtitle, table.columns), empty)
+            new_comparison = ComparisonTable(table.title, subtitle, table.columns, table.reference, {}, {})
+            comparison = comparisons.setdefault((table.title, subtitle, table.columns), new_comparison)
             comparison.cells[run], comparison.cautions[run] = _headline_cells(table), "; ".join(table.cautions)
     return list(comparisons.values())
 

@@ -148,7 +148,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]], groups_of_metrics: Sequen
 
 
 def overlay_curves(curves_by_run: Mapping[str, Sequence[Curve]]) -> list[Curve]:
-    """Return a chart for each curve that several runs share. The labels of its lines begin with the name of the run."""
+    """Return a chart for each curve that several runs share. The labels of the lines begin with the name of the run."""
     titles = Counter(curve.title for curves in curves_by_run.values() for curve in curves)
     overlays = []
     for title in (title for title, count in titles.items() if count > 1):
@@ -196,7 +196,7 @@ def chart_values(curves: Sequence[Curve]) -> dict[str, Any]:
         }
         for curve in curves
     ]
-    # Escape "<": otherwise a text could close the script element.
+    # Escape "<": otherwise, text could close the script element.
     text = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     uplot = _FOLDER / "uplot"
     scripts = ((uplot / "uPlot.iife.min.js").read_text(), (_FOLDER / "charts.js").read_text())

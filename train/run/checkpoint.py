@@ -273,12 +273,12 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
     entries |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
     try:
         weights = {
-            name: torch.empty(table[stored]["size"], dtype=dtype_of(table[stored]["dtype"]))
-            for name, stored in entries.items()
+            name: torch.empty(table[stored_name]["size"], dtype=dtype_of(table[stored_name]["dtype"]))
+            for name, stored_name in entries.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise _unreadable_error(path, first_line(error)) from error
-    fill(path, table, {stored: weights[name] for name, stored in entries.items()}, world=World())
+    fill(path, table, {stored_name: weights[name] for name, stored_name in entries.items()}, world=World())
     return weights
 
 
@@ -387,14 +387,14 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 def removal_hint(path: Path) -> str:
     """Return a hint to remove an unusable checkpoint. The hint also says which checkpoint is used instead."""
     step = checkpoint_step(path)
-    earlier = [
+    earlier_checkpoints = [
         checkpoint
         for other_step, checkpoint in all_checkpoints(path.parent).items()
         if step is not None and other_step < step
     ]
-    if not earlier:
+    if not earlier_checkpoints:
         return "remove this checkpoint; training then restarts at step 0, because there is no earlier checkpoint"
-    return f"remove this checkpoint; {earlier[-1].name} is then used instead"
+    return f"remove this checkpoint; {earlier_checkpoints[-1].name} is then used instead"
 
 
 def _unreadable_error(path: Path, reason: str) -> UserError:

@@ -206,7 +206,7 @@ def recover(folder: Path) -> None:
 
 
 def superfluous_steps(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Return the steps whose checkpoints can be removed: all but the last `keep` and the first with the best score.
+    """Return the steps whose checkpoints can be removed: all but the last `keep` and the earliest with the best score.
 
     Args:
         scores: Score of each evaluated step; higher is better.

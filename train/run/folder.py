@@ -244,10 +244,10 @@ class RunFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not is_same_evaluation(previous_result := read_object(path), result):
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-            former = path.parent / FORMER / f"{path.stem}-step-{previous_result.get('step')}-{digest}"
-            former.parent.mkdir(exist_ok=True)
+            former_path = path.parent / FORMER / f"{path.stem}-step-{previous_result.get('step')}-{digest}"
+            former_path.parent.mkdir(exist_ok=True)
             for file in sorted(path.parent.glob(f"{glob.escape(path.stem)}.*")):
-                rename(file, former.with_name(f"{former.name}{file.name.removeprefix(path.stem)}"))
+                rename(file, former_path.with_name(f"{former_path.name}{file.name.removeprefix(path.stem)}"))
         publish_json(path, result)
         return path
 
@@ -316,7 +316,7 @@ def create_run(settings: TrainingSettings, *, comment: str = "") -> RunFolder:
 
 
 def sweep(run: RunFolder) -> None:
-    """Remove temporary files that killed processes left behind in a run's folder. The caller must hold its lock."""
+    """Remove the temporary files of killed processes from the folder of a run. The caller must hold the run's lock."""
     for folder in (run.path, run.path / EVALUATIONS):
         for path in _leftover_files(folder, "*"):
             path.unlink(missing_ok=True)

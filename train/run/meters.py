@@ -20,8 +20,12 @@ class Meters:
         self._batch = settings.batch
         self._steps = counter("steps", "Optimizer steps since this process started.")
         self._samples = counter("samples", "Samples processed by all ranks since this process started.")
-        self._step_s = counter("step_seconds", "Total duration of these steps, including data waits.")
-        self._data_wait_s = counter("data_wait_seconds", "Total time that these steps waited for data.")
+        self._step_s = counter(
+            "step_seconds", "Total duration of optimizer steps since this process started, including data waits."
+        )
+        self._data_wait_s = counter(
+            "data_wait_seconds", "Total time that optimizer steps waited for data since this process started."
+        )
         self._failed = counter("failed_samples", "Samples that could not be loaded since the run began.")
         self._num_failed = 0
         self._step = gauge("step", "Steps completed since the run began.")

@@ -59,24 +59,28 @@ def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[
     path = parts / PLAN
     if path.is_file():
         try:
-            old = read_checked_json(path)
+            old_plan = read_checked_json(path)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint="use another --out") from error
-        require_same(old)
+        require_same(old_plan)
         remove_temporaries(parts)
     parts.mkdir(parents=True, exist_ok=True)
     publish_checked_json(path, dict(plan))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, ignored: frozenset[str] = frozenset()) -> str:
+def differences(
+    old_plan: Mapping[str, Any], new_plan: Mapping[str, Any], *, ignored: frozenset[str] = frozenset()
+) -> str:
     """Describe how the plan of the requested work differs from an existing plan; return "" if it does not differ.
 
     Args:
         ignored: Names of entries, such as `weights.source`, that may differ.
     """
-    old, new = flatten(dict(old)), flatten(dict(new))
-    names = [name for name in new if name not in ignored and old.get(name) != new[name]]
-    return "; ".join("{} was {} and is {}".format(name, *_shorten(old.get(name), new[name])) for name in names)
+    old_entries, new_entries = flatten(dict(old_plan)), flatten(dict(new_plan))
+    names = [name for name in new_entries if name not in ignored and old_entries.get(name) != new_entries[name]]
+    return "; ".join(
+        "{} was {} and is {}".format(name, *_shorten(old_entries.get(name), new_entries[name])) for name in names
+    )
 
 
 def _shorten(*values: object) -> list[str]:
@@ -91,11 +95,11 @@ def _shorten(*values: object) -> list[str]:
 
 
 def missing_parts(parts: Sequence[P], out: Path, *, world: "World", progress: "Progress") -> list[P]:
-    """Return the unfinished parts. Only rank 0 looks for their files, so that all ranks get the same parts."""
-    missing = world.first(lambda: [index for index, part in enumerate(parts) if not part.path(out).is_file()])
-    if len(missing) < len(parts):
-        progress.say(f"resumed: {len(parts) - len(missing)} of {count_noun(len(parts), 'part')} finished")
-    return [parts[index] for index in missing]
+    """Return the unfinished parts. Only rank 0 looks for the files, so that all ranks get the same parts."""
+    missing_indices = world.first(lambda: [index for index, part in enumerate(parts) if not part.path(out).is_file()])
+    if len(missing_indices) < len(parts):
+        progress.say(f"resumed: {len(parts) - len(missing_indices)} of {count_noun(len(parts), 'part')} finished")
+    return [parts[index] for index in missing_indices]
 
 
 def share_parts(parts: Sequence[P], make: Callable[[P], int], *, world: "World", progress: "Progress") -> None:

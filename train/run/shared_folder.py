@@ -72,8 +72,8 @@ def wait_for_files(folder: Path, *, world: World) -> None:
     if mirror_of(folder) is not None:
         refresh(folder.parent.parent)  # the complete run, because other nodes may have written since this process began
         return
-    expected = world.first(lambda: _sizes(folder))
-    _wait_until(lambda: _sizes(folder) == expected)
+    expected_sizes = world.first(lambda: _sizes(folder))
+    _wait_until(lambda: _sizes(folder) == expected_sizes)
     world.gather_objects(None)  # no rank reads or removes files before every rank has seen them
 
 
@@ -110,8 +110,8 @@ def _write_reply(folder: Path, name: str, reply: str | None, *, world: World, wr
 
 
 def _find_replies(folder: Path, replies: list[str | None], hosts: list[str]) -> None:
-    expected = {name for name in replies if name is not None}
-    if _wait_until(lambda: expected <= _sizes(folder).keys()):
+    expected_names = {name for name in replies if name is not None}
+    if _wait_until(lambda: expected_names <= _sizes(folder).keys()):
         return
     rank = next(rank for rank, name in enumerate(replies) if name is not None and name not in _sizes(folder))
     raise UserError(

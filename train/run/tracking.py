@@ -138,7 +138,7 @@ class Tracker(Protocol):
 
 
 class EpochLoss:
-    """Mean loss of each epoch. It is added to the line of the last step of the epoch, as `epoch_loss`.
+    """Mean loss of each epoch, which is added as `epoch_loss` to the line of the epoch's last step.
 
     Args:
         lines: Lines of the earlier steps, in order, so that the means of a resumed run cover complete epochs.
@@ -196,7 +196,7 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
 
     A resumed run continues its event files and its W&B run, and logs each step once.
     """
-    # W&B cannot remove steps. Its tracker must therefore read the last step before JsonLines shortens metrics.jsonl.
+    # W&B cannot remove steps. The W&B tracker must read the last step before JsonLines shortens metrics.jsonl.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
@@ -216,7 +216,7 @@ _is_counting: ContextVar[bool] = ContextVar("is_counting", default=False)
 
 @contextmanager
 def show_batch_counts() -> Iterator[None]:
-    """Let `count_batches` show progress within the block. Only commands use this function, not the training loop."""
+    """Let `count_batches` show progress within the block. The training loop does not use this function."""
     token = _is_counting.set(True)
     try:
         yield
@@ -234,8 +234,8 @@ def count_batches(batches: "Iterable[LoadedBatch]", what: str, *, total: int | N
     if not _is_counting.get():
         yield from batches
         return
-    with Activity(what) as now:
-        add = now.adder(total, unit="clip")
+    with Activity(what) as activity:
+        add = activity.adder(total, unit="clip")
         add(0)
         for loaded in batches:
             yield loaded
@@ -306,17 +306,17 @@ class WeightsAndBiases:
         import yaml
 
         path = run.path / _WANDB_FILE
-        saved: dict[str, Any] = (
+        wandb_state: dict[str, Any] = (
             parse_json(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
         )
         lines = read_lines(run.metrics)
-        self._last_step = max(saved["last_step"], step, lines[-1]["step"] if lines else 0)
-        publish_json(path, {"id": saved["id"], "last_step": self._last_step})
+        self._last_step = max(wandb_state["last_step"], step, lines[-1]["step"] if lines else 0)
+        publish_json(path, {"id": wandb_state["id"], "last_step": self._last_step})
         facts = run.read_facts()
         self._run = _open_wandb(
             settings.track,
             run,
-            run_id=saved["id"],
+            run_id=wandb_state["id"],
             name=run_name(run.name, settings, facts),
             config={
                 **yaml.safe_load(settings_yaml(settings)),

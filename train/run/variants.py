@@ -90,7 +90,7 @@ def reading_variants_of_run(
     """Read the variants in `names` within the block. Other columns use the variants that the run was trained with.
 
     Args:
-        weights: Run folder, or weights from another source, which do not record any data.
+        weights: Run folder, or weights from another source. Such weights do not record any data.
         shards: Data folder to read instead of the data of the run. Unless the run was trained on this folder, the
             current variants are read for columns that have no variant in `names`.
         names: Names of variants (`--variant`).

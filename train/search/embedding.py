@@ -76,7 +76,7 @@ class EmbeddingPart:
     end: int
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the part's file, which exists once the part is finished."""
+        """Return the path of the part's file. The file exists once the part is finished."""
         return folder / PARTS / f"{self.kind}-{self.begin:012d}.npz"
 
 
@@ -97,7 +97,7 @@ def publish_folder(
     """Join the parts into the files of the folder. embed.json is written last; then the parts are removed.
 
     Args:
-        plan: Description of the work. It becomes a part of embed.json.
+        plan: Description of the work. Its entries are included in embed.json.
 
     Returns:
         The content of embed.json.
@@ -117,11 +117,11 @@ def publish_folder(
     if samples.table.captions is not None:
         names += [CAPTIONS]
         _write_table(out / CAPTIONS, _caption_tables(samples, row_of_sample), schema=CAPTION_SCHEMA)
-    if texts := [part for part in parts if part.kind == "text"]:
+    if text_parts := [part for part in parts if part.kind == "text"]:
         names += [TEXT]
-        with np.load(texts[0].path(out)) as arrays:
+        with np.load(text_parts[0].path(out)) as arrays:
             width = arrays["rows"].shape[1]
-        _join(out, texts, out / TEXT, shape=(num_captions(samples), width))
+        _join(out, text_parts, out / TEXT, shape=(num_captions(samples), width))
     if failures:
         names += [FAILURES]
         publish_bytes(out / FAILURES, "".join(json.dumps(failure) + "\n" for failure in failures).encode())
@@ -342,8 +342,8 @@ def embed(work: EmbeddingWork, out: Path, *, world: World, progress: Progress) -
         parts = work.parts
         progress.say(f"data: {work.plan['data']['description']}")
         progress.say(f"weights: {work.plan['weights']['description']}")
-        missing = missing_parts(parts, out, world=world, progress=progress)
-        _embed_parts(work, missing, out, world=world, progress=progress)
+        unfinished_parts = missing_parts(parts, out, world=world, progress=progress)
+        _embed_parts(work, unfinished_parts, out, world=world, progress=progress)
         return world.first(lambda: publish_folder(out, parts, work.samples, plan=work.plan))
 
 

@@ -64,7 +64,7 @@ _NEW_FOLDER_HINT = "run train embed with a different --out"
 
 @dataclass(frozen=True)
 class EmbeddedClip:
-    """A row of clips.parquet; `path` is None in folders written by older versions, which did not record it."""
+    """A row of clips.parquet; `path` is None in folders from older versions, which did not record paths."""
 
     row: int
     key: str
@@ -204,11 +204,13 @@ def read_folder_record(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def require_same_work(old: Mapping[str, Any], new: Mapping[str, Any], *, path: Path) -> None:
+def require_same_work(stored_plan: Mapping[str, Any], requested_plan: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that lists the differences if the work in a folder differs from the requested work."""
-    changes = [differences(old, new, ignored=_IGNORED_ENTRIES | {_IDENTITY})]
-    if old["weights"]["identity"] != new["weights"]["identity"]:
-        old_weights, new_weights = ("{description} ({source})".format(**plan["weights"]) for plan in (old, new))
+    changes = [differences(stored_plan, requested_plan, ignored=_IGNORED_ENTRIES | {_IDENTITY})]
+    if stored_plan["weights"]["identity"] != requested_plan["weights"]["identity"]:
+        old_weights, new_weights = (
+            "{description} ({source})".format(**plan["weights"]) for plan in (stored_plan, requested_plan)
+        )
         changes.insert(
             0,
             f"the weights were {old_weights} and are {_DIFFERENT_RUN if new_weights == old_weights else new_weights}",

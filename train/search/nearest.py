@@ -61,7 +61,7 @@ def find_nearest(
         best = NearestRows(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + rows_per_thread, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            # A matrix product would be slower: BLAS starts threads for each block, and they wait for each other.
+            # A matrix product would be slower: BLAS starts threads for each block, which wait for each other.
             score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
             if not is_unit_length:
                 length_R = np.sqrt(np.vecdot(block_RE, block_RE))

@@ -56,7 +56,7 @@ class SearchRequest(Checked):
     top: int = 10
     """Number of clips to list for each query."""
     page: Path | None = None
-    """HTML page to write, which plays the clips."""
+    """Path of an HTML page to write. The page plays the clips."""
     weights: str | None = None
     """Weights that embedded the clips. Default: the location that train embed recorded."""
     shards: str | None = None
