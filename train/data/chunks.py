@@ -116,8 +116,7 @@ class ChunkSet:
         divided: Videos whose seconds belong to several splits, by their rows in `video_ids`; None if there are none.
         selection: Chunks and captions that `where` selects.
         decoder: Decoder for the chunks that `read` returns.
-        num_readers: Number of threads that read ahead of decoding; 0 for a local folder, which the decoding threads
-            read themselves.
+        num_readers: Number of threads that read ahead of decoding; 0 if the decoding threads read a local folder.
 
     Raises:
         UserError: The data folder does not exist or has no shards; the split has no videos; or `where` is not a valid
