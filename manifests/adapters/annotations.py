@@ -81,7 +81,7 @@ def file_kind(mode: int) -> str | None:
 
 
 LONGEST_S = 1e7  # maximum time in a video, 115 days; a later time is a mistake, such as a wrong unit
-# Limit for a line, so that a file without line breaks, such as a sparse file of zeros, does not exhaust the memory.
+# Maximum length of a line. A file without line breaks, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 _UTF8 = "utf-8-sig"
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -274,7 +274,7 @@ def parse_seconds(value: object, *, default: float) -> float:
 
 
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """Describe the fault of a caption's times, or return None if they are valid. An end may be +inf."""
+    """Describe the fault of a caption's times, or return None if they are valid. `end_s` may be +inf."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}, expected a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -353,7 +353,7 @@ class Reason(StrEnum):
     MISSING_FILE = "missing_file"  # annotated video without a file; one row per video, with the number of captions
     MISSING_CHUNK = "missing_chunk"  # caption that a model wrote for a chunk that no longer exists
     AMBIGUOUS_VIDEO = "ambiguous_video"  # name that matches several files
-    DUPLICATE_ID = "duplicate_id"  # ID that an earlier video or narration already has
+    DUPLICATE_ID = "duplicate_id"  # ID of an earlier video or narration
     BAD_NAME = "bad_name"  # file name that is not valid Unicode, or object whose name obstore cannot handle
     EMPTY_FILE = "empty_file"  # video of zero bytes
     NOT_A_FILE = "not_a_file"  # folder, pipe, socket or device with the name of a video

@@ -64,7 +64,7 @@ class CaptionRow(NamedTuple):
         split: Value of the column `split`, not validated.
         group, view: Name of the moment, and name of the camera that recorded it; None if missing.
         labels: Class in each label column, by column name. Empty labels are omitted.
-        fault: Reason why the row is unusable, or None. An unusable row has only `number`, `video` and `fault`.
+        fault: Reason why the row is unusable, or None. In an unusable row, only `number`, `video` and `fault` are set.
     """
 
     number: int
@@ -121,7 +121,7 @@ def texts_of(value: object) -> tuple[str | None, ...]:
     """Return the captions in a cell.
 
     Raises:
-        UnusableRow: The value is neither a string nor a list of strings, or only begins like a printed list.
+        UnusableRow: The value is neither a string nor a list of strings, or begins like a printed list but is not one.
     """
     if isinstance(value, str) and _LIST_BEGIN.match(stripped := value.strip()):
         value = _parse_list(stripped)
@@ -301,7 +301,7 @@ def open_caption_table(path: Path, *, note: Callable[[str], None], source: str |
     """
     require_file(path)
     model = _model(path) if path.suffix.lower() == _PARQUET_SUFFIX else None
-    # The column `sample` in a table from a model is ignored. A note about this column is unnecessary.
+    # Tables from models contain a column `sample`, which is ignored. No note about this column is needed.
     return OpenTable(path, model, _batches(path, note=note if model is None else lambda _: None, source=source))
 
 

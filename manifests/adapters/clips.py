@@ -31,7 +31,7 @@ lines such as
     path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
 
 The split of a list without a header is derived from the file name of the list. A path may contain spaces and commas, or
-be quoted: the reader uses the first interpretation of a line for which the file exists. Paths in published lists begin
+be quoted: the reader uses the first interpretation of a line whose file exists. Paths in published lists begin
 with a placeholder folder, `your_path/` (VideoMAE V2) or `dataset_root/` (AVION). The reader removes the placeholder and
 all folders after it that do not exist. The class is also the caption. It is read from the list unchanged, as a name or
 a number, so a dataset should not mix lists with numbers and lists with names.
@@ -89,7 +89,7 @@ class _Video:
     """Entry of the list `videos` in a JSON file.
 
     Attributes:
-        reason, detail: Reason why the entry is unusable, so that the captions are lost; None and "" if it is usable.
+        reason, detail: Reason why the entry is unusable and its captions are lost; None and "" if it is usable.
     """
 
     split: str = ""
@@ -98,7 +98,7 @@ class _Video:
     detail: str = ""
 
 
-_UNKNOWN = _Video(reason=Reason.MALFORMED_ROW, detail="it is not among the videos of the file")
+_UNKNOWN = _Video(reason=Reason.MALFORMED_ROW, detail='the list "videos" of the file does not contain it')
 
 
 @dataclass(frozen=True)
@@ -387,9 +387,9 @@ def _add_plain_list(builder: ReadingBuilder, clips: AnnotatedVideos, *, lookup: 
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
         # Use the first interpretation whose file exists, otherwise the first one with a video extension.
-        with_file = (entry for entry in candidates if _exists(entry.name, lookup))
-        with_suffix = (entry for entry in candidates if PurePosixPath(entry.name).suffix.lower() in VIDEO_SUFFIXES)
-        entry = next(with_file, None) or next(with_suffix, candidates[0])
+        existing_entries = (entry for entry in candidates if _exists(entry.name, lookup))
+        video_entries = (entry for entry in candidates if PurePosixPath(entry.name).suffix.lower() in VIDEO_SUFFIXES)
+        entry = next(existing_entries, None) or next(video_entries, candidates[0])
         if entry.fault is not None:
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=entry.name, detail=entry.fault)
             continue
@@ -469,11 +469,11 @@ def read_something_something(
                     Reason.MALFORMED_ROW, file=str(path), row=row, detail=f"not an object: {quote_value(entry)}"
                 )
                 continue
-            is_labelled = "label" in entry or "template" in entry
-            video = clips.index_of(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labelled))
+            is_labeled = "label" in entry or "template" in entry
+            video = clips.index_of(entry.get("id"), split=split, file=path, row=row, num_captions=int(is_labeled))
             if video is None:
                 continue
-            if not is_labelled:
+            if not is_labeled:
                 builder.count_row(path)
                 continue
             template = entry.get("template")

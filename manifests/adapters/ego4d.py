@@ -148,13 +148,13 @@ def _add_narrations(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: P
         )
     betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
     alpha_s = float(np.mean(betas)) if betas else 0.0
-    seen: set[str] = set()
+    seen_ids: set[str] = set()
     for source_id, entry in _videos(path):
-        if source_id in seen:
+        if source_id in seen_ids:
             detail = "an earlier entry has the same ID"
             builder.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=detail)
             continue
-        seen.add(source_id)
+        seen_ids.add(source_id)
         narrations = _passes(entry)
         num_captions = sum(len(rows) for rows in narrations.values())
         split = splits.get(source_id, TRAIN)
@@ -196,11 +196,11 @@ def _is_video(entry: object) -> bool:
 def _passes(entry: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the narrations of a video by pass."""
     if isinstance(rows := entry.get(_LIST), list):
-        numbers: dict[object, str] = {}
+        pass_names: dict[object, str] = {}
         passes: dict[str, list[Any]] = {}
         for row in rows:
             annotator = str(_field(row, "_annotation_uid"))
-            name = numbers.setdefault(annotator, f"narration_pass_{len(numbers) + 1}")
+            name = pass_names.setdefault(annotator, f"narration_pass_{len(pass_names) + 1}")
             passes.setdefault(name, []).append(row)
         return passes
     contents = {name: content for name in PASSES if isinstance(content := entry.get(name), dict)}
@@ -298,7 +298,7 @@ def _add_pickled_list(
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    """Return True if a value is a finite number, which may be negative, and can be represented as a float."""
+    """Return True for a finite float, or for an integer between -LONGEST_S and LONGEST_S."""
     return (type(value) is float and isfinite(value)) or (type(value) is int and abs(value) <= LONGEST_S)
 
 
@@ -308,15 +308,15 @@ _COLUMNS = ("video_uid", "clip_start", "clip_end", "clip_text")
 
 def add_questions(builder: ReadingBuilder, videos: AnnotatedVideos, *, path: Path) -> None:
     """Add each distinct clip of `egomcq.json` once, with its text as the caption."""
-    seen: set[Clip] = set()
+    seen_clips: set[Clip] = set()
     for row, question in enumerate(read_questions(path)):
         if isinstance(question, str):
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=question)
             continue
         for clip, text in zip(question.choices, question.texts, strict=True):
-            if clip in seen:
+            if clip in seen_clips:
                 continue
-            seen.add(clip)
+            seen_clips.add(clip)
             video = videos.index_of(clip.source_id, split=VAL, file=path, row=row, is_span=True)
             if video is not None:
                 origin = Origin(path, EGOMCQ, row)

@@ -179,7 +179,7 @@ def _add_captions(
     lists_videos = "text" not in required
     videos = _Videos(files, owners=owners, base=base, lists_videos=lists_videos)
     videos_with_split: set[int] = set()
-    labelled_keys: set[tuple[object, ...]] = set()  # video, times and labels of the captions that have labels
+    labeled_keys: set[tuple[object, ...]] = set()  # video, times and labels of the captions that have labels
     num_classes = 0
     for row in read_caption_rows(table, required=required, note=builder.note):
         name = row.video or ""
@@ -215,7 +215,7 @@ def _add_captions(
         if not has_text:
             builder.count_row(table)
         else:
-            _add_row(builder, video, row, Origin(table, source, row.number), split=split, labelled_keys=labelled_keys)
+            _add_row(builder, video, row, Origin(table, source, row.number), split=split, labeled_keys=labeled_keys)
             num_classes += source == CLASS_SOURCE and row.texts == (" ".join(row.labels.values()),)
     if num_classes:
         builder.note(
@@ -237,12 +237,12 @@ def _add_row(
     origin: Origin,
     *,
     split: str | None,
-    labelled_keys: set[tuple[object, ...]],
+    labeled_keys: set[tuple[object, ...]],
 ) -> None:
     """Add the captions of a row. If several captions have the same times and labels, only the first gets the labels."""
     for text in row.texts:
         key = (video, row.begin_s, row.end_s, split, *sorted(row.labels.items()))
-        labels = {} if key in labelled_keys else row.labels
+        labels = {} if key in labeled_keys else row.labels
         is_added = builder.add_caption(
             video,
             text,
@@ -256,7 +256,7 @@ def _add_row(
             labels=labels,
         )
         if is_added and labels:
-            labelled_keys.add(key)
+            labeled_keys.add(key)
 
 
 def _find(name: str, *, lookup: VideoLookup | LooseLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:

@@ -207,7 +207,7 @@ class _Reader:
         return FurtherReading(further_reading, self._records)
 
     def _usable_rows(self, table: OpenTable, batch: Batch) -> tuple[np.ndarray, pa.Table]:
-        """Reject unusable captions. Return the usable captions, and before them the rows of their videos, int64[N]."""
+        """Reject unusable captions. Return the rows of the videos of usable captions, int64[N], and the captions."""
         rows = batch.rows.combine_chunks()
         begin_s, end_s = rows["begin_s"].to_numpy(), rows["end_s"].to_numpy()
         likelihood = rows["likelihood"].fill_null(0.0).to_numpy()
@@ -238,7 +238,7 @@ class _Reader:
         )
 
         videos = np.where(is_usable, self._videos.rows(rows["video"].combine_chunks()), -1)
-        self._find_others(table, batch, videos, np.flatnonzero(is_usable & (videos < 0)))
+        self._find_by_name(table, batch, videos, np.flatnonzero(is_usable & (videos < 0)))
         is_usable &= videos >= 0
         ends_s = np.where(is_usable, self._limits.ends_s[videos] if len(self._limits.ends_s) else inf, inf)
         reject(
@@ -259,15 +259,15 @@ class _Reader:
         usable_rows = np.flatnonzero(is_usable)
         return videos[usable_rows], rows.take(pa.array(usable_rows))
 
-    def _find_others(self, table: OpenTable, batch: Batch, videos: np.ndarray, unknown: np.ndarray) -> None:
+    def _find_by_name(self, table: OpenTable, batch: Batch, videos: np.ndarray, indices: np.ndarray) -> None:
         """Look up the videos of some captions by names other than the video_id.
 
         Args:
             videos: Row of each caption's video, int64[N]. The results are written to this array.
-            unknown: Indices of the captions whose videos are looked up.
+            indices: Indices of the captions whose videos are looked up.
         """
         video_of_name: dict[str, int | AmbiguousName] = {}
-        for index in unknown.tolist():
+        for index in indices.tolist():
             name = batch.rows["video"][index].as_py()
             if name not in video_of_name:
                 try:

@@ -5,7 +5,7 @@
     meta/episodes/*/*       version 3, Parquet: one row per episode, with the tasks, statistics of the frames, and for
                             each camera the file and the span [from_timestamp, to_timestamp) in it
     meta/episodes.jsonl     version 2: one line per episode; each camera has one file per episode
-    meta/tasks.*            the tasks by number
+    meta/tasks.*            the tasks by `task_index`
     data/                   states, actions, times and tasks of individual frames, which are not copied
 
 A caption belongs to a span of an episode in the recording of one camera. The text is the task, the group is the name of
@@ -151,14 +151,14 @@ def read_lerobot(directory: Location, *, dataset: str = DATASET) -> Reading:
     # The prefix distinguishes several datasets in one data folder, whose cameras and episodes may have the same names.
     prefix = "" if dataset == DATASET else f"{dataset}_"
     for camera in info.views:
-        by_file: dict[str, list[_Episode]] = {}
+        episodes_of_file: dict[str, list[_Episode]] = {}
         for episode in episodes.values():
             if camera in episode.spans:
-                by_file.setdefault(episode.spans[camera].file, []).append(episode)
+                episodes_of_file.setdefault(episode.spans[camera].file, []).append(episode)
             else:
                 detail = f"{episode.name} has no file or no times for the camera {camera}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(info.annotations), row=episode.row, detail=detail)
-        for file, group in by_file.items():
+        for file, group in episodes_of_file.items():
             _add_file(builder, info, file, group, camera=camera, tasks=tasks, prefix=prefix)
     return builder.build()
 
@@ -413,7 +413,7 @@ def _episode(info: _Dataset, row: int, values: Mapping[str, Any]) -> _Episode:
             location |= {"chunk_index": chunk, "file_index": file}
         spans[camera] = _Span(_fill(info.video_path, video_key=camera, **location), begin_s, end_s)
     location |= {name: _to_integer(values.get(f"data/{name}")) or 0 for name in ("chunk_index", "file_index")}
-    # The labels are the success of the robot, and all columns that contain neither positions nor statistics.
+    # The labels are the success of the robot, and all columns that contain neither file locations nor statistics.
     labels: dict[str, object] = {}
     for name in info.success_features:
         value = values.get(f"stats/{name}/max")
@@ -450,13 +450,13 @@ def _tasks_by_time(
     cannot be read from the frames is omitted.
     """
     tasks = {episode.index: [(0.0, "".join(episode.tasks[:1]))] for episode in episodes}
-    by_file: dict[str, list[_Episode]] = {}
+    episodes_of_file: dict[str, list[_Episode]] = {}
     for episode in episodes:
         if len(episode.tasks) > 1:
             tasks[episode.index] = [(0.0, "")]
-            by_file.setdefault(episode.data_file, []).append(episode)
-    names = _task_names(info) if by_file else {}
-    for file, group in by_file.items():
+            episodes_of_file.setdefault(episode.data_file, []).append(episode)
+    names = _task_names(info) if episodes_of_file else {}
+    for file, group in episodes_of_file.items():
         if missing := _missing_columns(info, file, _FRAME_COLUMNS):
             episodes_text = f"{count_noun(len(group), 'episode')} with several tasks, such as {group[0].name}"
             notes.append(f"{episodes_text}, get their names as captions: {missing}")
@@ -483,7 +483,7 @@ def _missing_columns(info: _Dataset, file: str, names: Sequence[str]) -> str | N
 
 
 def _task_names(info: _Dataset) -> dict[float, str]:
-    """Return the names of the tasks by number."""
+    """Return the names of the tasks by `task_index`."""
     path = info.root / "meta" / ("tasks.parquet" if info.is_v3 else "tasks.jsonl")
     if not info.is_v3:
         rows = (row.values for row in json_rows(path))

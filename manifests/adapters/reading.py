@@ -193,7 +193,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def count_row(self, file: Location) -> None:
-        """Count a used row without a caption. It adds a video whose captions, if any, are in a different file."""
+        """Count a used row without a caption. Such a row adds a video, whose captions may be in a different file."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Location, split: str, size_bytes: int | None = None) -> int | None:
@@ -228,7 +228,7 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_ids(self) -> Sequence[str]:
-        """Return the dataset's IDs of all added videos, by index."""
+        """Return the IDs of all added videos in their dataset, in the order of their indices."""
         return self._videos["source_id"]
 
     def source_id_of(self, video: int) -> str:
@@ -403,7 +403,7 @@ def escape_unencodable(text: str) -> str:
 
 
 def _file_fault(path: Location, *, size_bytes: int | None) -> tuple[Reason | None, str]:
-    """Return the reason why a video file is unusable, or None, and a description. The file is not opened."""
+    """Return the reason why a video file is unusable (None if it is usable), and a description. Do not open it."""
     if not is_encodable(str(path)):
         return Reason.BAD_NAME, "the path is not valid UTF-8"
     if isinstance(path, str):
@@ -468,7 +468,7 @@ class AnnotatedVideos:
     def __init__(self, builder: ReadingBuilder, lookup: VideoLookup, files: Sequence[VideoFile]) -> None:
         self._builder = builder
         self._lookup = lookup
-        # Only names that differ in case are suggested: if P01_02 is missing, P01_01 is not what the user means.
+        # Suggested names differ only in case: if P01_02 is missing, P01_01 is not what the user means.
         self._nearest = NearestName(files, max_compared=0)
         self._videos: dict[str, int | _UnavailableVideo] = {}
 

@@ -193,13 +193,13 @@ def _is_timing(line: str, *, previous: str, is_vtt: bool) -> bool:
 
 def _join_tags(lines: Sequence[str]) -> list[str]:
     """Join lines if a tag extends over several lines, such as `<v Name` and `of a speaker>`."""
-    joined: list[str] = []
+    joined_lines: list[str] = []
     for line in lines:
-        if joined and joined[-1].rfind("<") > joined[-1].rfind(">"):
-            joined[-1] += f"\n{line}"
+        if joined_lines and joined_lines[-1].rfind("<") > joined_lines[-1].rfind(">"):
+            joined_lines[-1] += f"\n{line}"
         else:
-            joined.append(line)
-    return joined
+            joined_lines.append(line)
+    return joined_lines
 
 
 def _omit_repetition(cues: Sequence[tuple[Cue, list[str]]], *, has_word_times: bool) -> Iterator[Cue]:
@@ -400,7 +400,7 @@ class _Reader:
         self.num_read = 0  # number of files that are subtitles or output of speech recognition, including damaged files
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
-        seen: set[str] = set()
+        seen_words: set[str] = set()
         for file, language in files:
             try:
                 cues = self._cues(file.path)
@@ -414,10 +414,10 @@ class _Reader:
                 continue
             self.num_read += 1
             words = "".join("".join(str(cue.text).split()) for cue in cues)
-            if words in seen:
+            if words in seen_words:
                 self._notes["same words as a previous file of the video, ignored"].append(file.path)
                 continue
-            seen.add(words)
+            seen_words.add(words)
             kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
             source = f"{kind}-{language}" if language else kind
             for cue in cues:

@@ -179,20 +179,20 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     Raises:
         UserError: The file cannot be read, or is no longer a text file.
     """
-    encoding, requested = encoding_of(path), set(rows)
+    encoding, requested_rows = encoding_of(path), set(rows)
     if path.suffix.lower() in LINE_SUFFIXES:
         lines = (number for number, line in enumerate(text_lines(path, encoding=encoding), start=1) if line.strip())
-        return {row: number for row, number in enumerate(lines) if row in requested}
+        return {row: number for row, number in enumerate(lines) if row in requested_rows}
     header_line, declared_separator = _read_header(path, encoding=encoding)
     separator = declared_separator or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     line_of: dict[int, int] = {}
     row = -3 if declared_separator else -2  # row number of the line before the header
     try:
-        while requested - line_of.keys():
+        while requested_rows - line_of.keys():
             line_number, cells = reader.line_num + 1, next(reader)
             row += bool(cells)
-            if cells and row in requested:
+            if cells and row in requested_rows:
                 line_of[row] = line_number
     except (csv.Error, StopIteration):  # the file has changed
         pass
@@ -219,8 +219,8 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
         note: Function that is called with a note about each difference from the documented format.
 
     Raises:
-        UserError: The file is not JSON or not a caption table, or no row has a required column. The latter is reported
-            after the last row.
+        UserError: The file is not JSON or not a caption table, or no row has a required column. A missing column is
+            reported after the last row.
     """
     missing: Sequence[str] = required
     first_keys: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ def json_table_rows(path: Path, *, required: Sequence[str], note: Callable[[str]
 
 
 def _rows(path: Path, *, note: Callable[[str], None]) -> Iterator[Row]:
-    """Iterate over the rows of a JSON table of any shape. The rows have the keys in the file."""
+    """Iterate over the rows of a JSON table of any shape. The rows keep the keys of the file."""
     if path.suffix.lower() in LINE_SUFFIXES or _has_lines(path):
         yield from json_rows(path, encoding=note_encoding(path, note=note))
         return
@@ -395,15 +395,15 @@ def require_known_times(ignored: Sequence[str], *, columns: Collection[str], pat
     words = (frozenset() if has_begin else _BEGIN_WORDS) | (frozenset() if has_end else _END_WORDS)
     words |= frozenset() if has_begin and has_end else _BOTH_WORDS
     names = frozenset() if has_begin and has_end else _BOTH_NAMES
-    unknown = [
+    time_columns = [
         on_one_line(cell)
         for cell in ignored
         if cell.strip().lower() in names or not words.isdisjoint(word.lower() for word in _WORD.findall(cell))
     ]
-    if unknown:
+    if time_columns:
         effect = "extend to the ends of their videos" if has_begin else "apply to complete videos"
         raise UserError(
-            f"{path}: the times in {' and '.join(unknown)} are not understood, so the captions would {effect}",
+            f"{path}: the times in {' and '.join(time_columns)} are not understood, so the captions would {effect}",
             hint="name the columns begin_s and end_s or duration_s, in seconds or in clock form (begin_ms for "
             "milliseconds, begin_frame with fps for frames); remove columns that do not contain caption times",
         )
@@ -419,7 +419,7 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     """Return the start and end of a row in seconds. A row without times applies to the complete video, 0 to +inf.
 
     Raises:
-        UnusableRow: A time cannot be converted, end and duration are contradictory, or a frame rate is not positive.
+        UnusableRow: A time cannot be converted, the end contradicts the duration, or a frame rate is not positive.
     """
     begin_s, end_s, duration_s = (_time_s(values, edge) for edge in _EDGES)
     begin_s = 0.0 if begin_s is None else begin_s

@@ -13,7 +13,7 @@ after the end of the video is kept unchanged.
 *DiDeMo* (Hendricks et al. 2017) has captions of moments in the first 30 s of videos. train_data.json, val_data.json and
 test_data.json are lists of {"video": "<name>.mov", "description": "...", "num_segments": 6, "times": [[1, 1], [1, 2],
 ...]}. A video has five or six segments of 5 s. Each item of `times` is the first and the last segment of the moment
-according to one annotator. There are at least four annotators. The caption gets the interval that was marked most
+according to one annotator. Each moment has at least four annotators. The caption gets the interval that was marked most
 often. If several intervals are equally frequent, it gets the first one. An interval that includes the last segment
 ends with this segment, or with the video if the video is shorter.
 
@@ -136,12 +136,12 @@ def read_didemo(
             continue
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
-            listed = lists.get(split)
+            list_of_name = lists.get(split)
             if not isinstance(entry, dict) or not isinstance(file_name := entry.get("video"), str):
                 detail = f"not an object with a video: {quote_value(entry)}"
                 builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
                 continue
-            if listed is not None and file_name not in listed:
+            if list_of_name is not None and file_name not in list_of_name:
                 continue
             source_id = file_name.rpartition(".")[0] or file_name
             video = videos.index_of(source_id, split=split, file=path, row=row, file_names=(file_name, source_id))
@@ -152,8 +152,8 @@ def read_didemo(
             except ValueError as error:
                 builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=file_name, detail=str(error))
                 continue
-            if listed is not None:
-                builder.count_row(listed[file_name])
+            if list_of_name is not None:
+                builder.count_row(list_of_name[file_name])
             origin = Origin(path, SOURCE, row, field="description")
             builder.add_caption(video, entry.get("description"), origin, begin_s=begin_s, end_s=end_s)
     return builder.build()

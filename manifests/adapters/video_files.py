@@ -134,7 +134,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, companions: frozen
     require_directory(directory)
     root = directory.resolve()
     files: list[VideoFile] = []
-    others: list[VideoFile] = []
+    companion_files: list[VideoFile] = []
     faults: list[Fault] = []
     video_like_folders: list[Path] = []  # folders with a video extension
     num_hidden, omitted = 0, Counter[str]()
@@ -173,7 +173,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None, companions: frozen
             elif is_video:
                 files.append(VideoFile(path, path.relative_to(root).as_posix()))
             elif path.suffix.lower() in companions:
-                others.append(VideoFile(path, path.relative_to(root).as_posix()))
+                companion_files.append(VideoFile(path, path.relative_to(root).as_posix()))
             else:
                 omitted[path.suffix.lower()] += 1
     video_folders = {parent for file in files for parent in Path(file.path).parents} if video_like_folders else set()
@@ -183,9 +183,9 @@ def scan_videos(directory: Path, *, skip: Path | None = None, companions: frozen
     if not files:
         raise no_videos_error(directory, faults, omitted=omitted)
     files.sort(key=file_order)
-    others.sort(key=file_order)
+    companion_files.sort(key=file_order)
     faults.sort(key=lambda fault: os.fsencode(fault.path))
-    return Scan(files, faults, others, num_hidden, omitted, sorted(outward_links))
+    return Scan(files, faults, companion_files, num_hidden, omitted, sorted(outward_links))
 
 
 def no_videos_error(directory: Location, faults: list[Fault], *, omitted: Mapping[str, int]) -> UserError:
@@ -239,19 +239,19 @@ class VideoLookup:
         matches = self._by_name.get(name) or self._by_composed.get(compose_unicode(name), [])
         if len(matches) < 2:
             return matches[0] if matches else None
-        by_path = [file for file in matches if compose_unicode(file.relative) == compose_unicode(name)]
-        if len(by_path) > 1:
-            by_path = [file for file in by_path if file.relative == name]
-        if len(by_path) == 1:
-            return by_path[0]
+        path_matches = [file for file in matches if compose_unicode(file.relative) == compose_unicode(name)]
+        if len(path_matches) > 1:
+            path_matches = [file for file in path_matches if file.relative == name]
+        if len(path_matches) == 1:
+            return path_matches[0]
         raise AmbiguousName(name, matches)
 
 
 class LooseLookup:
     """Lookup of files like `VideoLookup` that ignores case and the kind of path separators.
 
-    This lookup is for names without an exact match, because spreadsheets and operating systems change case and
-    separators: `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
+    Use this lookup for names without an exact match. Spreadsheets and operating systems may change case and separators,
+    so `Kitchen\\01.mp4` may mean `kitchen/01.MP4`.
     """
 
     def __init__(self, files: Sequence[VideoFile]) -> None:
@@ -269,9 +269,9 @@ class LooseLookup:
         """
         folded_name = _fold_name(name)
         matches = self._by_name.get(folded_name, [])
-        by_path = [file for file in matches if _fold_name(file.relative) == folded_name]
-        if len(matches) == 1 or len(by_path) == 1:
-            return (by_path or matches)[0]
+        path_matches = [file for file in matches if _fold_name(file.relative) == folded_name]
+        if len(matches) == 1 or len(path_matches) == 1:
+            return (path_matches or matches)[0]
         if matches:
             raise AmbiguousName(name, matches)
         return None
@@ -281,9 +281,9 @@ class NearestName:
     """Search for the video file with the most similar name, to suggest it for a name without a match.
 
     Args:
-        files: Video files. If there are too many, a suggestion differs from the name only in case.
-        max_compared: Maximum number of names to compare with all files. For later names, a suggestion differs only in
-            case.
+        files: Video files. If there are too many, only a name that differs in case is suggested.
+        max_compared: Maximum number of names to compare with all files. For any further name, only a name that differs
+            in case is suggested.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:
@@ -387,7 +387,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
         )
     objects = open_objects(folder)
     files: list[VideoFile] = []
-    others: list[VideoFile] = []
+    companion_files: list[VideoFile] = []
     omitted: Counter[str] = Counter()
     skipped_prefix, num_skipped = None if skip is None else f"{skip.rstrip('/')}/", 0
     try:
@@ -401,7 +401,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
             if suffix in VIDEO_SUFFIXES:
                 files.append(VideoFile(url, info.key, info.size_bytes))
             elif suffix in companions:
-                others.append(VideoFile(url, info.key, info.size_bytes))
+                companion_files.append(VideoFile(url, info.key, info.size_bytes))
             else:
                 omitted[suffix] += 1
     except OSError as error:
@@ -421,7 +421,7 @@ def scan_bucket(folder: str, *, skip: str | None = None, companions: frozenset[s
         )
     if not files:
         raise no_videos_error(folder, [], omitted=omitted)
-    return Scan(sorted(files, key=file_order), faults, sorted(others, key=file_order), omitted=omitted)
+    return Scan(sorted(files, key=file_order), faults, sorted(companion_files, key=file_order), omitted=omitted)
 
 
 def resolve_url(name: str, *, base: str | None) -> str:

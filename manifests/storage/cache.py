@@ -8,7 +8,7 @@
 
 All locks are flocks, which are released when their process ends. A copy in use has a shared lock. Only unused copies
 are evicted, starting with the least recently used copy (by mtime, which each use updates). Therefore, no evicted copy
-takes up disk space. A memory map keeps the open file and its lock, even after the descriptor was closed (Linux, local
+takes up disk space. A memory map keeps the open file and its lock, even after the descriptor is closed (Linux, local
 disks).
 """
 
@@ -89,9 +89,9 @@ class ObjectCache:
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None, is_durable: bool = True) -> None:
         self.folder, self._is_durable = folder, is_durable
-        self._files, self._locks = (folder / part for part in SUBFOLDERS)
-        for part in (self._files, self._locks):
-            part.mkdir(parents=True, exist_ok=True)
+        self._files, self._locks = (folder / name for name in SUBFOLDERS)
+        for subfolder in (self._files, self._locks):
+            subfolder.mkdir(parents=True, exist_ok=True)
         self.is_derived = limit_bytes is None
         if limit_bytes is None:
             used_bytes = sum(state.st_blocks * 512 for state in files_in(self._files).values())
@@ -143,7 +143,7 @@ class ObjectCache:
             waits: Wait while another process or thread downloads the same object. If False, return None instead.
 
         Raises:
-            NoRoom: The object does not fit, because it is larger than the limit or because of copies in use.
+            NoRoom: The object does not fit, because it is larger than the limit, or copies in use take up the room.
             DamagedCopy: The downloaded bytes have a different size or digest.
             OSError: The object cannot be downloaded, or the copy cannot be written.
         """
@@ -233,8 +233,8 @@ class ObjectCache:
                 with hold_lock(self._lock_of(target), waits=False) as is_held:
                     if is_held:
                         path.unlink(missing_ok=True)
-        # The downloads are listed before the copies. If a download becomes a copy in between, it is in both lists, and
-        # counts only once; in the reverse order, it might be in neither of them.
+        # The downloads are listed before the copies. If a download becomes a copy in between, it is in both lists, but
+        # is counted only once. In the reverse order, it might be in neither list.
         downloads = []
         for path in self._locks.glob("room-*"):
             if (descriptor := try_lock(path)) is not None:  # the process that reserved the room has ended

@@ -15,7 +15,7 @@ class Cloud:
         credentials: Variables with the credentials of an account, for messages.
         endpoints: Variables with the URL of a server other than the provider's. Messages mention the first variable.
         allow_http: Variable that must be true if the URL of the server begins with http://.
-        reports_clock: True if the server reports a wrong clock of this machine as the cause of an error.
+        reports_clock: True if the server's error codes tell when the clock of this machine is wrong.
         max_deletions: Maximum number of objects that one request can delete.
     """
 

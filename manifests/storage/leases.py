@@ -4,7 +4,7 @@ A process takes a lease by writing the object on the condition that no other pro
 new object, If-Match for a released lease). The holder rewrites the object every `RENEWAL_S` seconds, and releases the
 lease by replacing the content with a random number. Each state of the object has different content, so no state has the
 etag of an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. The age of a lease is
-the difference between two times of the server, so it does not depend on the clocks of the machines.
+the difference between two timestamps from the server, so it does not depend on the clocks of the machines.
 
 `require` guards all requests that change objects (`objects.py`). A lease is trusted if a request that starts now must
 end before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
@@ -290,7 +290,7 @@ def read(objects: Objects, key: str) -> dict[str, Any]:
 
 
 def read_info(objects: Objects, key: str) -> tuple[dict[str, Any], ObjectInfo | None]:
-    """Return the record in a lease, like `read`, and the metadata of the object, or None if there is no object."""
+    """Return the record in a lease, as `read` does, and the metadata of its object (None if there is no object)."""
     try:
         content, info = objects.read_version(key)
     except FileNotFoundError:
@@ -308,7 +308,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def now_s() -> float:
-    """Return the time since the machine was started, in seconds. Time spent in suspension counts."""
+    """Return the time since the machine was started, in seconds, including the time it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -316,7 +316,7 @@ _NUM_THREADS = 32
 
 
 class HeldLeases:
-    """All leases that protect the writes of this process. Thread-safe.
+    """All leases that a process must hold to write. Thread-safe.
 
     Attributes:
         fences: Key and token of each lease that this process itself holds.
@@ -354,8 +354,8 @@ class HeldLeases:
 
     def require(self) -> None:
         """Raise LeaseLost if another process could take over a lease before a request that starts now ends."""
-        for require in tuple(self._guards):
-            require()
+        for guard in tuple(self._guards):
+            guard()
 
 
 class Fence:
@@ -386,7 +386,7 @@ class Fence:
 
 
 def holder_of(objects: Objects, info: ObjectInfo) -> str | None:
-    """Return the holder of a lease and the start time, or None if the lease is released, abandoned or expired.
+    """Return the holder of a lease and the time of acquisition, or None if it is released, abandoned or expired.
 
     Without write permission, the time of the server is unknown, so an expired lease counts as held.
     """

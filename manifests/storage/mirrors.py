@@ -72,7 +72,7 @@ class Mirror(Protocol):
         """Context manager that keeps the content of a file on the local disk."""
 
     def folder_lock(self) -> AbstractContextManager[None]:
-        """Context manager that holds the lock of the data folder. It updates the folder's records after locking."""
+        """Context manager that holds the lock of the data folder, and updates the folder's records on entry."""
 
     def column_lock(
         self,
@@ -86,15 +86,15 @@ class Mirror(Protocol):
         Args:
             name: Key of the lock.
             conflicting_locks: Pattern for the names of other locks, which no other command may hold.
-            on_wait: Function that is called once with the name of the holder. If it is set, and the holder no longer
-                renews the lock, wait until the lock expires.
+            on_wait: Function that is called once with the name of the holder. If `on_wait` is set, and the holder no
+                longer renews the lock, wait until the lock expires.
 
         Raises:
             LeaseHeld: Another command holds the lock, or a lock whose name matches `conflicting_locks`.
         """
 
     def lock_names(self) -> list[str]:
-        """Return the names of all locks, held or released, in the last listing."""
+        """Return the names of all locks in the last listing, both held and released."""
 
     @property
     def access(self) -> tuple[str, ...]:

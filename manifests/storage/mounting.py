@@ -64,7 +64,7 @@ def is_small_in_run(key: str) -> bool:
 
 
 def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
-    """Return the working copy of a command, in a folder that no other command is using. No request is sent yet."""
+    """Return a working copy for this command, in a folder that no other command is using. No request is sent yet."""
     scheme_of(url, is_written=True)
     url = open_objects(url).url
     root = private_root("data")
@@ -74,10 +74,10 @@ def _open_copy(url: str, *, is_small: Callable[[str], bool]) -> WorkingCopy:
     parent.mkdir(mode=0o700, exist_ok=True)
     for number in range(1000):
         folder = parent / f"{os.uname().nodename}-{number}"
-        if (known := mirror_of(folder)) is not None:
-            assert isinstance(known, WorkingCopy)
-            known.forget()
-            return known
+        if (mounted_copy := mirror_of(folder)) is not None:
+            assert isinstance(mounted_copy, WorkingCopy)
+            mounted_copy.forget()
+            return mounted_copy
         descriptor = os.open(parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         if not lock(descriptor, waits=False):
             os.close(descriptor)
@@ -100,7 +100,7 @@ def mount_problem(access: tuple[str, ...], token_file: Path | None = None, token
         token: Expected content of that file.
 
     Returns:
-        The reason why this worker must not work, or None.
+        The reason why this worker must not work, or None if it may work.
     """
     try:
         copy = _mount_in_worker(access)
@@ -139,7 +139,7 @@ def _mount_in_worker(access: tuple[str, ...]) -> WorkingCopy:
 
 
 def _make_folder(folder: Path, command_id: str, access: tuple[str, ...]) -> None:
-    """Create a command's folder on a node where the command does not run, with the files that all workers read."""
+    """Create a command's folder, with the files that all workers read, on a node where the command does not run."""
     _require_private(folder.parent.parent)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("a+") as id_file:

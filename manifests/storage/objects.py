@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 PAGE = 1000  # maximum number of objects in one response
-MAX_ATTEMPTS = 4  # for a request whose response is truncated, if obstore neither resumes nor retries the request
+MAX_ATTEMPTS = 4  # attempts at a request whose response is truncated, if obstore neither resumes nor retries it
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -69,7 +69,7 @@ class ObjectInfo:
 
     Attributes:
         key: Key relative to the URL of `Objects`.
-        etag: Version of the content as the server reports it, in quotes; empty if the server does not report one.
+        etag: Entity tag of the content in quotes, as the server reports it; empty if the server does not report one.
         modified_s: Time of the last write according to the server, in seconds since the epoch.
     """
 
@@ -266,9 +266,9 @@ class Changes:
 
         num_per_request = cloud_of(self._url).max_deletions
         self._count(-(-len(keys) // num_per_request), 0)
-        num_at_once = num_per_request * _NUM_BATCHES
-        for start in range(0, len(keys), num_at_once):
-            batch = list(keys[start : start + num_at_once])
+        batch_size = num_per_request * _NUM_BATCHES
+        for start in range(0, len(keys), batch_size):
+            batch = list(keys[start : start + batch_size])
             try:
                 self._retry(batch[0], partial(obstore.delete, self._store, batch), guard)
             except FileNotFoundError:  # an object is missing (Azure, Google), and others may not have been deleted

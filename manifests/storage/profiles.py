@@ -11,8 +11,8 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 
 from clipmill.manifests.errors import UserError, first_line
 
-# Lifetime that obstore sees. obstore requests new credentials five minutes before they expire, so it uses them for one
-# minute. This is safe, because boto3 renews credentials ten minutes before they expire.
+# Lifetime reported to obstore. obstore requests new credentials five minutes before they expire, so it uses them for
+# one minute. This is safe, because boto3 renews credentials ten minutes before they expire.
 _CACHE_TIME = timedelta(minutes=6)
 _SHORT_LIFETIME_S = 120  # remaining lifetime below which each request gets the credentials from boto3
 

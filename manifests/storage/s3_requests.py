@@ -1,8 +1,8 @@
 """Send requests to S3 that obstore does not support: list arbitrary names, and list and abort unfinished uploads.
 
-The requests use URLs that obstore signs, with the same credentials, region and endpoint as for all other requests.
-obstore signs URLs of objects only. But if the endpoint of a store has a query string, obstore appends the path to the
-last value of the query, and thus signs any URL of a bucket.
+obstore signs the URLs of these requests, with the same credentials, region and endpoint as for all other requests.
+obstore signs only URLs of objects. But if the endpoint of a store has a query string, obstore appends the path to the
+last value of the query, and can therefore sign any URL of a bucket.
 
 Azure removes unfinished uploads after a week. On Google Cloud Storage, the bucket needs a rule that removes them
 (docs/cluster.md).
@@ -102,7 +102,7 @@ class S3Requests:
 
     @cached_property
     def _bucket_url(self) -> str:
-        """URL of the bucket, which is obtained from a signed URL by removing the path."""
+        """URL of the bucket: a signed URL without the path of the object."""
         url = self._sign(self._store, "GET", "x").partition("?")[0]
         return url.rsplit("/", self._prefix.count("/") + 1)[0]
 

@@ -178,7 +178,7 @@ class NoCredentials(AccessRefused):
 
 
 class OddName(OSError):
-    """A listing contains a name that obstore rejects: with `//`, a folder `.` or `..`, or unprintable characters."""
+    """A listing contains a name that obstore rejects, with `//`, a folder `.` or `..`, or unprintable characters."""
 
 
 @contextmanager
@@ -262,9 +262,9 @@ def _raise_storage_error(error: Exception, *, url: str, object_url: str) -> NoRe
         raise AccessRefused(message, hint="check the profile in AWS_PROFILE") from None
     if code in _CREDENTIAL_CODES or isinstance(error, UnauthenticatedError) or reason.startswith("401"):
         hint = f"check {cloud.credentials}" + ("" if cloud.reports_clock else ", and the clock of this machine")
-        refused = AccessRefused(f"{object_url}: the credentials are refused ({code or reason})", hint=hint)
+        refusal = AccessRefused(f"{object_url}: the credentials are refused ({code or reason})", hint=hint)
         # For a web server, which has no common credentials for all files, the response concerns only this file.
-        raise (refused if cloud.credentials else AccessDenied(str(refused), hint=hint)) from None
+        raise (refusal if cloud.credentials else AccessDenied(str(refusal), hint=hint)) from None
     if reason.startswith("403"):
         raise AccessDenied(
             f"{object_url}: access denied ({code or reason})",

@@ -77,8 +77,8 @@ def is_format_name(key: str) -> bool:
 def partition_objects(objects: Iterable[ObjectInfo]) -> tuple[dict[str, ObjectInfo], set[str]]:
     """Separate objects that have a local file from objects that cannot have one.
 
-    Folder markers, which consoles and FUSE tools create, are ignored. A folder marker is an empty object that has the
-    name of a folder, or lacks a suffix of the data format.
+    Folder markers, which consoles and FUSE tools create, are ignored. An empty object is a folder marker if its
+    name is also the name of a folder, or lacks a suffix of the data format.
 
     Returns:
         The metadata of objects that have a local file, by key, and the keys of objects that cannot have one.
@@ -151,10 +151,10 @@ def set_stamp(path: Path, info: ObjectInfo, *, is_content: bool) -> None:
 
 
 def _stamp(key: str, etag: str, *, is_content: bool) -> int:
-    """Return the nanoseconds for the modification time of a local file, which identify the version of its object.
+    """Return the nanoseconds of a local file's modification time. They identify the version of the object.
 
     The last bit is set for a placeholder. Records get larger values than shards, so that a commit is never older
-    than the shards from the same second.
+    than shards that were written in the same second.
     """
     digest = int.from_bytes(hashlib.blake2b(etag.encode(), digest_size=8).digest(), "big") % ((_SECOND_NS // 2) // 2)
     return digest * 2 + (not is_content) + ((_SECOND_NS // 2) if is_eager(key) else 0)
@@ -274,7 +274,7 @@ class WorkingCopy:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._fetch, fetch_queue):
                 pass
-        # Journals come last, so that the recipe of a removed folder is already removed.
+        # Journals come last: the recipe of a removed folder must be removed before them.
         for key in sorted(states.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
@@ -292,7 +292,7 @@ class WorkingCopy:
         if not path.name.endswith(_LARGE_SUFFIXES):
             self._provide(path)
             return None
-        # The name of the copy is removed, so that the copy vanishes when it is closed, even if the process is killed.
+        # The copy is unlinked, so that it disappears when its descriptor is closed, even if the process is killed.
         temporary = temporary_path(path)
         with raise_inaccessible():
             self.objects.fetch(self._info(path).key, temporary)
