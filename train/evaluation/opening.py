@@ -8,7 +8,7 @@ The record describes the preprocessing of clips. It also holds facts about the r
     OUT/clipmill/files.json      size and SHA-256 of these files, the weights and their configuration
 
 The exported weights are complete: adapters are merged, and the settings in the record contain neither adapters nor
-frozen parts. Other libraries ignore the record. `train eval OUT` evaluates the model on the same clips as the run.
+frozen parts. Other libraries ignore the record. `train eval NAME OUT` evaluates the model on the same clips as the run.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Encode clips as small H.264 videos and JPEG images in data URIs, for the pages of results and searches."""
+"""Encode clips as small H.264 videos and JPEG images in data URIs, for result and search pages."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -115,7 +115,7 @@ class Player:
         shards: Data folder.
         split: Split that contains the chunks of the clips.
         cache: Cache folder for downloaded tars.
-        budget_bytes: Total size of the videos, 24 MB by default. Clips beyond this limit are shown as images.
+        budget_bytes: Maximum total size of the videos, 24 MB by default. Clips beyond this limit are shown as images.
 
     Raises:
         UserError: The folder cannot be opened.
@@ -133,7 +133,7 @@ class Player:
         return sum(bool(shown.missing) for shown in self._clips.values())
 
     def has_chunks(self, clip: PlayedClip) -> bool:
-        """Return True if the split has chunks from the video of the clip."""
+        """Return True if the split contains chunks of the clip's video."""
         return bool((rows_of(pa.chunked_array([pa.array([clip.video])]), self._chunks.video_ids) >= 0).all())
 
     def show(self, clip: PlayedClip) -> ShownClip:

@@ -58,7 +58,7 @@ class ProbeFlags(Checked):
         yield from repetition_mistakes("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
-        """Return the values of these flags as the settings of a probe during training."""
+        """Return these flags in the form of the settings for a probe during training."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
 
 

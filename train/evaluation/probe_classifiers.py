@@ -2,7 +2,7 @@
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
 the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
-in the bank. Among equally near clips, the first ones in the bank count. The paper uses k = 200 and a temperature of
+in the bank. If several clips are equally near, the first ones in the bank count. The paper uses k = 200 and a temperature of
 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
@@ -10,7 +10,7 @@ the mean and standard deviation of the training clips. With weights W and biases
 
     sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result does not
+computed in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result does not
 depend on a seed, a learning rate or a number of epochs. `choose_l2` chooses l2.
 
 The rank of a clip's class is 1 + the number of other classes that score at least as high. Ties count as wrong, so
@@ -220,7 +220,7 @@ def choose_l2(
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of held-out clips: all clips of a random fifth of the videos, or every fifth clip of one video.
+    """Return a mask of held-out clips: all clips of a random fifth of the videos; every fifth clip of a single video.
 
     Complete videos are held out, because clips of the same video are more similar than clips of different videos.
     """

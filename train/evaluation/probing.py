@@ -58,10 +58,10 @@ class ProbeSets:
         world: World,
         device: torch.device,
     ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
-        """Extract the features of queries and bank with each tower. All ranks must call this method.
+        """Extract the features of the queries and the bank with each tower. All ranks must call this method.
 
-        The result contains the labelled features of the queries and of the bank, one entry per tower, and the features
-        of both sets with the clips that failed.
+        Return the labelled features of the queries and of the bank, one entry per tower, and then the features of both
+        sets, which also list the clips that failed.
 
         Raises:
             FailedWork: No clip could be decoded, or a feature is not finite.
@@ -92,7 +92,7 @@ def open_sets(
     device: torch.device,
     uses_all: bool = False,
 ) -> ProbeSets:
-    """Open both sets of samples.
+    """Open the queries and the bank.
 
     Args:
         settings: Settings of the run, with the data to evaluate.
@@ -104,7 +104,7 @@ def open_sets(
 
     Raises:
         UserError: The data are not a folder with a manifest, a split has no clips with one of the labels, the bank is
-            too small or contains a single class, or both splits are the same.
+            too small or contains a single class, or both sets come from the same split.
     """
     if evaluation.split == bank_split:
         raise UserError(
@@ -173,7 +173,7 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
 
 
 class LoopProbe:
-    """Probe that is repeated during training, always on the same clips. The bank contains clips of the training split.
+    """Probe that is repeated during training, always on the same clips. The bank contains clips from the training split.
 
     Args:
         settings: Settings of the run, with the data to evaluate.
@@ -279,7 +279,7 @@ def score_features(opened: OpenedRun, flags: ProbeFlags) -> Score:
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
-    """Return a run's model and one with weights drawn from the run's seed, both on the device in evaluation mode."""
+    """Return the trained model and a model with random weights, both on the device in evaluation mode."""
     task, trained = opened.task, opened.trained
     # For a run, the samples determine the resolution. For other weights, the resolution is already known.
     samples = None if opened.run is None else task.samples(split, World())

@@ -96,7 +96,7 @@ class OpenedRun:
         if self.missing_part:
             raise UserError(
                 f"{self.title} has no {self.missing_part.removeprefix('a ')}, which this evaluation needs",
-                hint="use weights of a complete model, or train eval probe, which needs only the video tower",
+                hint="use weights of a complete model, or run `train eval probe`, which needs only the video tower",
             )
 
     def facts(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Score:
 
 
 def open_for(spec: TaskSpec, run: RunFolder, options: OpenOptions = AS_IN_TRAINING, *, say: Say = print) -> OpenedRun:
-    """Open a checkpoint of a run, and its task.
+    """Open a run's checkpoint and the run's task.
 
     Args:
         spec: Spec of the task.
@@ -277,7 +277,7 @@ def score_opened(
 
 
 def _incomplete_note(score: Score) -> dict[str, str]:
-    """Return the note that samples are missing from a result; {} if all samples of the protocol were scored."""
+    """Return entries that mark a result as incomplete; {} if all samples of the protocol were scored."""
     note = score.values.get("incomplete", "")
     if not score.failed:
         return {"incomplete": note} if note else {}
@@ -348,7 +348,7 @@ def command_line(name: str, opened: OpenedRun, flags: Any) -> str:
         arguments += [f"--{flag.replace('_', '-')}", str(value)]
     values, defaults = asdict(flags), flatten(asdict(type(flags)()))
     for name, group in _replaced_groups(flags).items():
-        # A group replaces the complete group of the run, so keep each flag unless run, default and choice all agree.
+        # A group replaces the run's complete group. Omit a flag only if its chosen, trained and default values agree.
         chosen_values, trained_values, default_values = (
             opened.effective_values(name, item) for item in (group, None, type(group)())
         )

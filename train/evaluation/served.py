@@ -44,7 +44,7 @@ def exported_program(request: ExportRequest, model: nn.Module, output: Mapping[s
     example = torch.zeros(_EXAMPLE_CLIPS, *views, channels, settings.num_frames, side, side)
     model = model.eval().requires_grad_(False)
     try:
-        # With strict=True, `len(clips)` is the batch size instead of a constant.
+        # With strict=True, `len(clips)` is traced as the batch size, not as a constant.
         program = torch.export.export(
             model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},), strict=True
         )

@@ -162,7 +162,7 @@ def cudnn_version() -> str:
 CHOICE_FACT = "attention_choice"
 _AUTO_BACKENDS = ("xformers", "sdpa", "flash", "cudnn")
 # Fastest backend by compute capability of the GPU, such as {(9, 0): "cudnn"}, as measured by `python -m
-# benchmarks.gpu --first`. It is empty until a GPU has been measured.
+# benchmarks.gpu --first`. This table is empty until a GPU has been measured.
 FASTEST_BACKENDS: dict[tuple[int, int], AttentionChoice] = {}
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
 

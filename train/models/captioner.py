@@ -200,7 +200,7 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Return the dimensions of a GPT-2 by name, with this vocabulary size and, unless it is None, context length."""
+    """Return the dimensions of a GPT-2 with a different vocabulary size and, unless it is None, context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 

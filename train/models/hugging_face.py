@@ -56,7 +56,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
 
     Args:
         reference: Tower, such as hf:ORGANISATION/NAME.
-        what: Kind of the files, for the error.
+        what: Kind of files, for the error.
 
     Raises:
         UserError: The files are missing or damaged. The hint contains the command that downloads them.

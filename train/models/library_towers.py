@@ -18,9 +18,9 @@ Each library is an object with these methods:
     tokens(model, images)       return the last tokens [B, N, D]; for a convolutional network, the last feature map
     preprocessing(name)         return the library's preprocessing of images
     text(name, length)          build a text tower with random weights
-    embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length)    the same for texts
+    embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length)    counterparts for texts
 
-All methods raise a UserError if the library does not know the name.
+Methods that take a name raise a UserError if the library does not know the name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -56,9 +56,9 @@ def library_of(reference: str) -> tuple[Any, str]:
     return _LIBRARIES[library], name
 
 
-def unknown_name_error(reference: str, known: Iterable[str]) -> UserError:
+def unknown_name_error(reference: str, known_names: Iterable[str]) -> UserError:
     """Return the error for a name that a library does not know; the hint lists similar names."""
-    similar_names = get_close_matches(reference.partition(":")[2], list(known), n=3, cutoff=0.4)
+    similar_names = get_close_matches(reference.partition(":")[2], list(known_names), n=3, cutoff=0.4)
     library = reference.partition(":")[0]
     return UserError(
         f"{library} has no tower {reference}",

@@ -64,8 +64,8 @@ class TextTower(nn.Module):
 
         Args:
             tokens_BL: Token IDs.
-            lengths_B: Number of tokens of each caption, including the end token. Without it, a packed tower has to
-                synchronise with the device.
+            lengths_B: Number of tokens of each caption, including the end token. Without the lengths, a packed tower
+                has to synchronise with the device.
         """
         if not self.is_packed:
             x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
@@ -94,7 +94,7 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
     """Return CLIP's tokenizer. It converts a text to int64 token IDs [context_length], truncated or zero-padded.
 
     The IDs are the same as open_clip's, and include the start and end tokens. Loader threads call the tokenizer for
-    every sample, holding the interpreter lock. Therefore the IDs of words are cached (tokens do not span white space),
+    every sample, and hold the interpreter lock meanwhile. Therefore the IDs of words are cached (tokens do not span white space),
     and plain texts skip open_clip's cleaning.
     """
     tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
@@ -128,8 +128,8 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
 def _open_clip_tokenizer_module() -> Any:
     """Load the module open_clip.tokenizer without the rest of open_clip.
 
-    The package's __init__ would import all models, timm, torchvision and transformers. This takes 2 s, even if a run
-    needs none of them.
+    The package's __init__ would import all models, timm, torchvision and transformers. These imports take 2 s, even if
+    a run needs none of them.
     """
     if (loaded_module := sys.modules.get("open_clip.tokenizer")) is not None:
         return loaded_module

@@ -178,7 +178,7 @@ def interpolate_positions(embedding_LD: Tensor, num_patches: int) -> Tensor:
     """
     sides = [round(count**0.5) for count in (len(embedding_LD) - 1, num_patches)]
     if sides[0] ** 2 != len(embedding_LD) - 1 or sides[1] ** 2 != num_patches:
-        raise ValueError(f"{len(embedding_LD) - 1} patches for {num_patches}: both must fill a square")
+        raise ValueError(f"cannot resize {len(embedding_LD) - 1} patches to {num_patches}: both must fill a square")
     if sides[0] == sides[1]:
         return embedding_LD
     grid_1Dhw = embedding_LD[1:].T.unflatten(1, (sides[0], sides[0]))[None]

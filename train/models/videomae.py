@@ -235,7 +235,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
-    """Return the ascending indices of the masked and decoded cubes, int64 [B, M]. The loss uses these cubes."""
+    """Return the ascending indices of cubes that are masked and decoded, int64 [B, M]. The loss uses these cubes."""
     mask_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
     return true_indices(mask_BN, count_true(mask_BN) if count is None else count)
 
@@ -249,6 +249,6 @@ def count_true(mask_BN: Tensor) -> int:
 
 
 def true_indices(mask_BN: Tensor, count: int) -> Tensor:
-    """Return the ascending indices of the `count` true values in each row, int64 [B, count], asynchronously."""
+    """Return the ascending indices of the `count` true values in each row, int64 [B, count], without synchronising."""
     # A stable sort keeps equal values in order, so the indices of true values ascend.
     return mask_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

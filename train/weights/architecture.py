@@ -58,7 +58,7 @@ def _refuse(source: Source, tower: str, actual_text: str, configured_text: str) 
     raise UserError(
         f"{source.title}: the {tower} tower of the weights has {actual_text}, but the configuration says "
         f"{configured_text}",
-        hint="download both files again: one of them is truncated, or belongs to a different model",
+        hint="download the weights and the configuration again: one of them is truncated or of a different model",
     )
 
 
@@ -78,18 +78,18 @@ def model_name_of(source: Source) -> ModelName:
 def frame_px_of(source: Source, *, default: int) -> int:
     """Return the side length, in pixels, of the frames that the weights were trained on.
 
-    The length follows from the positional embeddings, or else from the configuration; if neither states it, the result
-    is `default`.
+    The length is derived from the positional embeddings, or else read from the configuration. Return `default` if
+    neither specifies the length.
 
     Raises:
-        UserError: The weights take latents. Files from other projects do not record the size and the column of latents.
+        UserError: The weights take latents. Files from other projects do not record the size or the column of latents.
     """
     tensors = source.converted.tensors
     conv, positions = tensors.get(CONV), tensors.get(_POSITIONS)
     if conv is not None and conv.shape[1] != _RGB:
         raise UserError(
             f"{source.title}: the weights take {conv.shape[1]} channels, but clips of pixels have {_RGB}",
-            hint="use the run itself, or the folder that train export wrote for it",
+            hint="use the run itself, or the folder that `train export` wrote for it",
         )
     if conv is None or positions is None:
         return source.facts.frame_px or default
@@ -97,7 +97,7 @@ def frame_px_of(source: Source, *, default: int) -> int:
 
 
 def num_frames_of(source: Source, *, default: int) -> int:
-    """Return the number of frames that the weights' temporal embedding covers; `default` if they have no embedding."""
+    """Return the number of frames that the weights' temporal embedding covers; `default` if they contain none."""
     embedding = source.converted.tensors.get(TEMPORAL_EMBEDDING)
     return default if embedding is None else len(embedding) * (source.tubelet or 1)
 
@@ -119,7 +119,7 @@ class Logits:
 
 
 def logits_of(tensors: Tensors) -> Logits:
-    """Return the map to logits for a converted state dict from another project or an export."""
+    """Return the map to logits for a converted state dict of another project or of an export."""
     scale = tensors.get(LOGIT_SCALE)
     return Logits(None if scale is None else float(scale))
 

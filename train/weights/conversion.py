@@ -94,7 +94,7 @@ def _keep_tensor(_: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NameTable:
-    """Table of our parameter names and the names in another project.
+    """Table that maps our parameter names to the names in another project.
 
     `N` in a name stands for the index of a block, and `*` for weight or bias. Braces in a foreign name list several
     tensors that our models store as one, concatenated along the first dimension: `attention.{query,key,value}.*`.
@@ -105,7 +105,7 @@ class NameTable:
         aliases: Foreign name -> our name, only for reading.
         roots: First component of a foreign name -> first component of our name, for names in neither `names` nor
             `aliases`; only for reading.
-        ignored: Suffixes of the names of buffers that are ignored.
+        ignored: Name suffixes of buffers to ignore.
         canonical: Function that takes a foreign name and returns it with the prefix that `names` expects. Some variants
             of a model lack the prefix.
         to_ours: Function that takes our name and a tensor, and converts the tensor from the foreign layout.
@@ -209,7 +209,7 @@ class Format:
         convert: Function that converts a state dict to our names.
         matches: Function that takes tensor names and returns True if they belong to this format.
         facts: Facts that are the same for all weights of this format.
-        model_types: Patterns that the `model_type` in config.json may match.
+        model_types: Patterns for the `model_type` in config.json.
         read_config: Function that takes the contents of config.json and of the processor (`read_processor`), and
             returns facts. Its argument `source` is the folder, for error messages.
     """
@@ -229,7 +229,7 @@ def any_starts_with(names: Iterable[str], *prefixes: str) -> bool:
 
 
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
-    """Derive the kind of the video tower from our parameter names; None without a video tower."""
+    """Derive the kind of video tower from our parameter names; return None if there is no video tower."""
     video = [name for name in names if name.startswith("video.")]
     if any(name.startswith("video.model.") for name in video):
         return "library"
@@ -270,7 +270,7 @@ def require_float_weights(state: Tensors, *, source: object) -> None:
 
 
 def tensors_by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
-    """Return the converted tensors by name in the source."""
+    """Return the converted tensors, keyed by their names in the source."""
     return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
 
 

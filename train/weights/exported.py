@@ -1,9 +1,8 @@
-"""Publish exported folders atomically, and write the files that all formats share.
+"""Publish exported folders atomically, and write files that several formats share.
 
-An exported image tower has no temporal parameters. The temporal parameters of the video tower are stored next to the
-weights, in video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. This file
-also records the SHA-256 of the weights. If other software has changed the weights since the export, this file is
-rejected.
+An exported image tower has no temporal parameters. The temporal parameters of the video tower are stored in a separate
+file, video_extras.safetensors, so that `--init.weights FOLDER` restores the video tower bit for bit. This file also
+records the SHA-256 of the weights. It is rejected if the weights have changed since the export.
 """
 
 import hashlib
@@ -35,8 +34,8 @@ class Export:
         write: Function that writes the files of the export to a folder.
         remarks: Notes for the user.
         model_input: Input of the exported model if it differs from the run's input, such as "single images".
-        usage: Markdown instructions for an exported program; empty for exported weights. Commands accept exported
-            weights as WEIGHTS, because the export contains a record of the run.
+        usage: Markdown instructions for using an exported program; empty for exported weights, which all commands
+            accept as WEIGHTS.
     """
 
     write: Callable[[Path], None]
@@ -45,12 +44,12 @@ class Export:
     usage: str = ""
 
 
-def require_format(format_name: str, known: Sequence[str], *, what: str) -> None:
-    """Raise a UserError if a model cannot be exported to the format."""
-    if format_name not in known:
+def require_format(format_name: str, supported_formats: Sequence[str], *, what: str) -> None:
+    """Raise a UserError unless the format is one that the exported model (`what`) supports."""
+    if format_name not in supported_formats:
         raise UserError(
             f"--format {format_name} cannot store {what}",
-            hint=f"use --format {' or '.join(known)}",
+            hint=f"use --format {' or '.join(supported_formats)}",
             flags=("--format",),
         )
 
@@ -93,15 +92,15 @@ def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | Non
     mode = stat.S_IMODE(path.stat().st_mode)
     # Clone the tensors, because safetensors rejects tensors that share memory.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    path.chmod(mode)  # safetensors writes a temporary file that only its owner can read, and renames it
+    path.chmod(mode)  # safetensors renames a temporary file that only its owner can read
 
 
 def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) -> dict[str, Any]:
-    """Return the content of preprocessor_config.json: resize the short side, crop the centre, normalise.
+    """Return the content of preprocessor_config.json, which resizes the short side, crops the centre and normalises.
 
     Args:
-        processor: Name of the class in transformers, such as CLIPImageProcessor.
-        kind: Kind of the tower, which determines the default normalisation.
+        processor: Name of the image processor class in transformers, such as CLIPImageProcessor.
+        kind: Kind of tower, which determines the default normalisation.
     """
     import transformers
 
@@ -115,12 +114,12 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
 
 
 def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:
-    """Write the tensors that only the video tower has, with the SHA-256 of the weights file."""
+    """Write the tensors that only the video tower has, and the SHA-256 of the weights file."""
     save_tensors(extras, folder / EXTRAS_FILE, metadata={_SHA256_KEY: _digest(weights_path)})
 
 
 def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors that `save_extras` wrote, by their names in clipmill; {} if the folder lacks the file.
+    """Read the tensors that `save_extras` wrote, by our name. Return {} if the folder contains no such file.
 
     Raises:
         UserError: The tensors do not belong to the weights in `weights_path`, or the file is damaged.

@@ -160,7 +160,7 @@ _ALLOWED_GLOBALS: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
-# Names of weights files in a folder, by priority. An index lists the shards of weights that consist of several files.
+# Names of weights files in a folder, by priority. An index lists the files of sharded weights.
 _INDEX = ".index.json"
 WEIGHT_FILES = (
     "open_clip_model.safetensors",
@@ -188,7 +188,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict in a file, or in the shards that an index lists, on the CPU.
+    """Read the state dict in a file, or in the shards that an index lists, into CPU memory.
 
     Raises:
         UserError: The file cannot be read, is damaged, contains no tensors, or would execute code.
@@ -300,7 +300,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_printable(head: bytes) -> bool:
-    """Return True if the first bytes of a file are printable text. Tensor files do not begin with text only."""
+    """Return True if the first bytes of a file are printable text, which is never true of a tensor file."""
     try:
         # Decode incrementally, because the last character may be truncated.
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
@@ -339,10 +339,10 @@ def hub_folder(name: str, *, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FI
     Args:
         name: Name of the model on the Hub.
         files: Patterns of the files to download.
-        what: Content of the folder, for the hint of the error.
+        what: Content of the folder, for the error's hint.
 
     Raises:
-        UserError: The model is neither in the cache nor on the Hub.
+        UserError: The model is not cached and cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -1,6 +1,6 @@
-"""Names and configuration of Hugging Face's TimeSformer and GPT-2, and of VisionEncoderDecoderModel with both.
+"""Names and configuration of Hugging Face's TimeSformer, GPT-2, and the model that combines them.
 
-In the file of a separate TimeSformer or GPT-2, names lack a prefix: a TimesformerModel has no `encoder.` (a
+In the file of a single TimeSformer or GPT-2, names lack a prefix: a TimesformerModel has no `encoder.` (a
 TimesformerForVideoClassification has `timesformer.` instead), a GPT2LMHeadModel has no `decoder.`, and a GPT2Model has
 no `decoder.transformer.`. GPT-2's matrices are transposed. GPT-2's output layer shares the matrix of the token
 embedding. Old files contain this matrix a second time, as `decoder.lm_head.weight`.
@@ -201,7 +201,7 @@ def _timesformer_of(entries: Mapping[str, Any], *, source: str) -> TimeSformerSh
 def _gpt2_of(entries: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
-    # GPT2Config's default end token is in the full vocabulary, and would cause warnings for a smaller one.
+    # GPT2Config's default end token is outside a vocabulary that is smaller than GPT-2's, and would cause warnings.
     ends = {"bos_token_id": None, "eos_token_id": None}
     config = as_config(GPT2Config, {**entries, **ends}, keys=_GPT2_KEYS, source=source)
     _require(
@@ -268,7 +268,7 @@ _NUM_LEADING_DIMS = {"video.class_embedding": 2, "video.positional_embedding": 1
 
 
 def _complete_name(name: str) -> str:
-    """Return the name that a tensor of a separate TimeSformer or GPT-2 has in a captioner."""
+    """Return the name that a tensor of a single TimeSformer or GPT-2 has in a captioner."""
     if name.startswith("timesformer."):
         return f"encoder.{name.removeprefix('timesformer.')}"
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
@@ -283,7 +283,7 @@ def _transpose(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 NAMES = NameTable(
-    owner="a VisionEncoderDecoderModel of TimeSformer and GPT-2",
+    owner="a VisionEncoderDecoderModel with TimeSformer and GPT-2",
     names={
         "video.conv1.*": "encoder.embeddings.patch_embeddings.projection.*",
         "video.class_embedding": "encoder.embeddings.cls_token",

@@ -141,8 +141,8 @@ _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 # Note for the user of an export.
 TOKENIZER_REMARK = (
-    "its tokenizer, loaded with AutoTokenizer, cleans texts as in training, except that it does not repair text "
-    "decoded with the wrong encoding; docs/weights.md lists all exceptions, and explains how to avoid them"
+    "the exported tokenizer, loaded with AutoTokenizer, cleans texts as in training, except that it does not repair "
+    "text decoded with the wrong encoding; docs/weights.md lists all exceptions, and explains how to avoid them"
 )
 
 
@@ -167,7 +167,7 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    # open_clip looks for these tokens in the cleaned text, which is what `normalized` means.
+    # open_clip looks for these tokens in the cleaned text, hence `normalized=True`.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in (start, end)])
     ends = (end, simple_bpe.eot_token_id), (start, simple_bpe.sot_token_id)
     tokenizer.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
@@ -199,7 +199,8 @@ HF_CLIP = Format(
 # open_clip's cleaning of texts as a normaliser of the tokenizers library, for exported tokenizers.
 #
 # open_clip repairs texts with ftfy, unescapes HTML twice, collapses white space and converts to lower case. A
-# normaliser is a list of replacements. It can represent steps whose results depend on only a few characters, but not:
+# normaliser is a list of replacements. It can represent steps whose results depend on only a few characters. It cannot
+# handle:
 #
 # - text that was decoded with the wrong encoding ("schÃ¶n"), which ftfy recognises by statistics;
 # - HTML entities in a text with "<", where ftfy keeps the quotes and ligatures that the entities stand for;

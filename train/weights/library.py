@@ -43,7 +43,7 @@ LOGIT_BIAS = "logit_bias"
 _ANY_PX = 224  # frame size for towers that specify none; tensor names do not depend on the frame size
 _DEFAULT_TOWERS = Towers()
 _IMAGE_COMPONENTS = ("visual", "vision_model", "visual_projection")
-# First components of the names in a CLIP's text tower, with the temperature.
+# First components of the names in a CLIP's text tower, and the name of the temperature.
 TEXT_COMPONENTS = ("text", "text_model", *TEXT_ROOTS)
 
 
@@ -162,7 +162,7 @@ class LibraryTowers:
 
 
 def write_library(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
-    """Write towers in the format of the image tower's library. Return the weights file, and our names of its tensors.
+    """Write towers in the format of the image tower's library. Return the weights file, and our names for its tensors.
 
     Raises:
         UserError: The library's format cannot store these towers.
@@ -176,7 +176,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "a tower has a projection in addition to open_clip's, which --format open_clip cannot store",
+            "--format open_clip cannot store the projection that a tower has in addition to open_clip's",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":
@@ -237,9 +237,10 @@ def _write_hf(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str]]:
         if towers.towers.context_length is not None:
             config.text_config.max_position_embeddings = towers.towers.context_length
         model: Any = transformers.AutoModel.from_config(config)
-        form = library_format(towers.towers)
-        assert form is not None
-        our_names = {their_name: our_name for our_name, their_name in form.convert(model.state_dict()).origins.items()}
+        weight_format = library_format(towers.towers)
+        assert weight_format is not None
+        origins = weight_format.convert(model.state_dict()).origins
+        our_names = {their_name: our_name for our_name, their_name in origins.items()}
         model.load_state_dict(
             {their_name: weights[our_name] for their_name, our_name in our_names.items()}, strict=False
         )

@@ -34,7 +34,7 @@ ChangeKind = Literal["resized", "created", "dropped", "missing", "unexpected", "
 Shape = tuple[int, ...]
 
 _PROJECTIONS = (PROJECTION, "text.text_projection")
-# Parts that weights of image models lack -> their initialisation, as the reason in the table of changes.
+# Parts that image models lack -> reason in the table of changes, which says how the part is initialised.
 _INITIALISATIONS = {
     TEMPORAL_EMBEDDING: "initialised according to --towers.temporal",
     "video.view_embedding": "--towers.views concat: initialised to zero",
@@ -133,7 +133,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     for name, tensor in source.unknown.items():
         record_unused(name, name, tensor)
     logit_scale = source.tensors.get(LOGIT_SCALE)
-    # A model whose towers come from libraries may have none of these projections. It keeps the temperature.
+    # A model whose towers come from libraries may have none of these projections. Such a model keeps the temperature.
     if logit_scale is not None and shapes.keys() & set(_PROJECTIONS) and not tensors.keys() & set(_PROJECTIONS):
         why = "the projections are new, so the temperature is also new"
         record_unused(LOGIT_SCALE, source.origins[LOGIT_SCALE], logit_scale, why)
@@ -153,7 +153,7 @@ def _resize_tensor(name: str, tensor: torch.Tensor, new_shape: Shape) -> tuple[C
         return (
             "resized",
             inflate_cubes(tensor, new_shape[2]),
-            "a cube of identical frames gives the result of one frame",
+            "a cube of identical frames gives the same result as one frame",
         )
     if name in _PROJECTIONS and len(old_shape) == 2 and old_shape[0] == new_shape[0]:
         return (
@@ -226,7 +226,7 @@ class LoadedWeights:
     """Weights that fit a model.
 
     Attributes:
-        title: Source and format, for the user.
+        title: Source and format, shown to the user.
         fitted: Tensors with the model's names and shapes, and the changes.
     """
 
@@ -262,7 +262,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
             finite; or the number of attention heads differs.
     """
     # Compare only floating-point tensors (no counters), and each tied tensor only under its first name. Drop the other
-    # names of tied tensors, which the weights of a run also contain.
+    # names of tied tensors, because the weights of a run also contain these names.
     model_shapes: dict[str, Shape] = {}
     seen_ids = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -379,7 +379,7 @@ _TITLES = {
 
 
 def _format_table(changes: Sequence[Change]) -> list[str]:
-    """Format the changes as lines. Equal changes of several blocks share a line."""
+    """Format the changes as lines. Identical changes in several blocks share a line."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)
@@ -426,7 +426,7 @@ def _summarise_changes(changes: Sequence[Change]) -> str:
 
 
 def _describe_architecture(shapes: Mapping[str, Shape]) -> str:
-    """Describe the width and depth of towers and the patches, as far as names and shapes show them."""
+    """Describe the towers' width and depth and the patches, as far as names and shapes reveal them."""
     parts = []
     for tower in ("video", "text", "decoder"):
         gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
@@ -448,7 +448,7 @@ def _find_hint(
     if CONV in source_shapes and CONV in model_shapes and source_shapes[CONV][1] != model_shapes[CONV][1]:
         return (
             f"use the --input that the weights were trained with: they take {source_shapes[CONV][1]} channels, but the "
-            f"model takes {model_shapes[CONV][1]} (pixels have 3, and the number for latents depends on the codec)"
+            f"model takes {model_shapes[CONV][1]} (pixels have 3 channels; for latents, this depends on the codec)"
         )
     convs = (source_shapes.get(CONV, ()), model_shapes.get(CONV, ()))
     cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]
@@ -465,8 +465,8 @@ def _find_hint(
             depth_of(source_shapes, "decoder"),
         )
         return (
-            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and for "
-            f"--decoder.tokenizer the tokenizer of the weights, which has {num_tokens:,} tokens"
+            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and set "
+            f"--decoder.tokenizer to the tokenizer of the weights, which has {num_tokens:,} tokens"
         )
     depths = [depth_of(shapes, "decoder") for shapes in (source_shapes, model_shapes)]
     if all(depths) and depths[0] != depths[1]:

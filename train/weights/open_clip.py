@@ -44,7 +44,7 @@ from_open_clip = NAMES.read
 
 
 def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return our tensors as a state dict for open_clip's CLIP, which has no temporal embedding."""
+    """Return our tensors as a state dict for open_clip's CLIP, without the temporal embedding."""
     roots = {"video.": "visual.", "text.": ""}
     state = {}
     for name, tensor in tensors.items():
@@ -191,7 +191,7 @@ def named_towers(name: str, tag: str) -> DualEncoderTowers | None:
     try:
         facts_of_open_clip(model, entry, source=f"{name}:{tag}")
     except UserError:
-        # The model's default configuration has GELU, even if the weights were trained with QuickGELU.
+        # The model's default configuration specifies GELU, even if the weights were trained with QuickGELU.
         quick_name = f"{name}-quickgelu"
         model_name = quick_name if entry.get("quick_gelu") and open_clip.get_model_config(quick_name) else name
         return DualEncoderTowers(image=f"open_clip:{model_name}", text=f"open_clip:{model_name}")

@@ -1,10 +1,9 @@
-"""Weights from a source, and the settings that follow from them.
+"""Pretrained weights, and the settings that follow from them.
 
 A setting that the user left open (None) gets the value that the weights were trained with. A value that the user set
-takes precedence, and a difference from the weights is reported. The kind of the tower must be the same. A run saves
-the resulting settings, so it can be resumed, scored and exported without the weights.
-
-`Base` records the weights that checkpoints omit (clipmill.train.weights.sources).
+takes precedence, and a difference from the weights is reported. The kind of tower must match the weights. A run saves
+the resulting settings, so it can be resumed, scored and exported without the original weights. The exceptions are runs
+whose checkpoints contain only adapters: `Base` records the weights that they omit (clipmill.train.weights.sources).
 """
 
 from collections.abc import Callable
@@ -31,10 +30,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights from a source.
+    """Pretrained weights with our names, and facts about them.
 
     Attributes:
-        title: Source and format, for the user.
+        title: Source and format, shown to the user.
         converted: Tensors with our names.
         facts: Properties of the weights that cannot be read from tensors.
     """
@@ -90,11 +89,11 @@ KINDS: dict[str, str] = {
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
     """Fill settings that the user left open with the values that the weights were trained with.
 
-    These settings are the kind of the tower, the length of cubes, the activation, the epsilon of layer norms, and the
-    normalisation of pixels.
+    These settings are the kind of tower, the length of cubes, the activation, the epsilon of layer norms, and the pixel
+    normalisation.
 
     Raises:
-        UserError: The settings specify a kind of tower that differs from the kind of the weights.
+        UserError: The settings specify a different kind of tower than the weights.
     """
     settings = _drop_idle_temporal(settings, source, say=say)
     if source is None:
@@ -105,7 +104,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         say(f"weights: {remark}")
     has_own_tower = towers.image is None or getattr(towers, "text", towers.image) is None
     if facts.activation is None and towers.activation is None and has_own_tower:
-        say("weights: their activation is not recorded, so gelu is used (change it with --towers.activation)")
+        say("weights: the activation is not recorded, so gelu is used (change it with --towers.activation)")
     # A kind of tower that an extension adds cannot be compared with the weights.
     model_kind = LIBRARY if towers.image is not None else towers.kind
     weights_kind = source.kind if model_kind is None or model_kind in KINDS else None
@@ -142,10 +141,10 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_std=choose_value("--init.pixel-std", init.pixel_std, facts.std or std, say=say),
     )
     if kind == "videomae" and facts.frame_px not in (None, settings.size_px):
-        # The positional embeddings of a CLIP tower are resized. A VideoMAE tower computes them from the indices.
+        # The positional embeddings of a CLIP tower are resized. A VideoMAE tower computes its embeddings from indices.
         say(
-            f"weights: their positions are indices of cubes in frames of {facts.frame_px} px; with --size-px "
-            f"{settings.size_px}, the same index is a different position (use --size-px {facts.frame_px} to avoid this)"
+            f"weights: positions are indices of cubes in frames of {facts.frame_px} px; with --size-px "
+            f"{settings.size_px}, an index is a different position (use --size-px {facts.frame_px} to avoid this)"
         )
     return replace(settings, towers=towers, init=init)
 
@@ -187,9 +186,9 @@ def _find_normalization(settings: ClipSettings) -> tuple[Mean, Mean]:
     mean, std = preprocessing.mean or init.pixel_mean, preprocessing.std or init.pixel_std
     if mean is None or std is None:
         raise UserError(
-            f"{towers.image} does not specify how pixels are normalised: it has none of {', '.join(PROCESSOR_FILES)} "
+            f"{towers.image} does not specify how pixels are normalised: it contains no {' or '.join(PROCESSOR_FILES)} "
             "with image_mean and image_std",
-            hint="add preprocessor_config.json next to its config.json, or pass --init.pixel-mean and --init.pixel-std",
+            hint="add preprocessor_config.json next to config.json, or pass --init.pixel-mean and --init.pixel-std",
         )
     return mean, std
 

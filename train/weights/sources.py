@@ -1,7 +1,7 @@
-"""Open weights from a file, a folder, a run of this project, the Hugging Face Hub, or an open_clip name and tag.
+"""Open weights from a file, a folder, a clipmill run, the Hugging Face Hub, or an open_clip name and tag.
 
-`FORMATS` is the table of formats. The format of a file or folder is detected. The weights of the text tower may come
-from a different source (`--init.text`).
+`FORMATS` lists the supported formats. By default, the format is detected. The weights of the text tower may come from a
+different source (`--init.text`).
 """
 
 import hashlib
@@ -46,10 +46,11 @@ from clipmill.train.weights.open_clip import AVION, LAVILA, OPEN_CLIP, OPENAI, f
 from clipmill.train.weights.source import Base, Say, Source
 from clipmill.train.weights.videomae import HF_VIDEOMAE, VIDEOMAE
 
-# Formats, in the order in which detection tries them. A new format needs a file in this folder that defines a Format, a
-# row here, and its name among the choices of `--init.format` (config/model.py).
+# Formats, in the order in which detection tries them. To add a format, define a `Format` in a file of this folder, and
+# add a row here and the name to the choices of `--init.format` (config/model.py).
 FORMATS = {
-    form.name: form for form in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)
+    weight_format.name: weight_format
+    for weight_format in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)
 }
 
 
@@ -57,17 +58,17 @@ def detect_format(names: Iterable[str]) -> Format:
     """Detect the format of a state dict from the names of its tensors.
 
     Raises:
-        UserError: No format has these names, or a tower is of an unsupported kind.
+        UserError: No format uses these names, or a tower is of an unsupported kind.
     """
     tensor_names = frozenset(names)
-    for form in FORMATS.values():
-        if form.matches(tensor_names):
-            return form
+    for weight_format in FORMATS.values():
+        if weight_format.matches(tensor_names):
+            return weight_format
     first_names = ", ".join(sorted(tensor_names)[:3])
     raise UserError(
-        "these are not the weights of a CLIP, VideoMAE or TimeSformer in a known format; the first tensors: "
-        f"{first_names or 'none'}",
-        hint=f"use --init.format with one of {', '.join(FORMATS)}, to see which tensors fit",
+        "these are not the weights of a CLIP, VideoMAE or TimeSformer in a known format; "
+        + (f"the first tensors are {first_names}" if tensor_names else "they contain no tensors"),
+        hint=f"set --init.format to one of {', '.join(FORMATS)} to see which tensors fit",
     )
 
 
@@ -86,9 +87,10 @@ def facts_in(folder: Path) -> SourceFacts | None:
         return None
     preprocess = read_processor(str(folder))
     kind = str(config.get("model_type"))
-    for form in FORMATS.values():
-        if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):
-            return form.read_config(config, preprocess, source=str(folder))
+    for weight_format in FORMATS.values():
+        is_match = any(fnmatchcase(kind, pattern) for pattern in weight_format.model_types)
+        if weight_format.read_config is not None and is_match:
+            return weight_format.read_config(config, preprocess, source=str(folder))
     raise UserError(
         f"{folder}: the model type {config.get('model_type')!r} is not supported",
         hint="use the folder of a CLIPModel, a VideoMAE or a TimeSformer",
@@ -105,7 +107,7 @@ def path_of_weights(weights: str) -> Path:
     this is the local folder that mirrors the run.
 
     Raises:
-        UserError: The model is neither in the cache nor on the Hub.
+        UserError: The model is not cached and cannot be downloaded.
     """
     if not weights.startswith(HUB_PREFIX):
         return local_folder(weights)
@@ -113,7 +115,7 @@ def path_of_weights(weights: str) -> Path:
 
 
 def fetch_tag(init: Init, towers: Towers = _DEFAULT_TOWERS, *, say: Say) -> None:
-    """Download weights with an open_clip or Hugging Face name, unless they are cached. Do nothing for files.
+    """Download weights that have an open_clip or Hugging Face name, unless they are cached. Do nothing for files.
 
     Args:
         init: Sources of the weights.
@@ -125,11 +127,11 @@ def fetch_tag(init: Init, towers: Towers = _DEFAULT_TOWERS, *, say: Say) -> None
     """
     for part, part_towers in _parts_of(init, towers):
         if (part.weights or "").startswith(HUB_PREFIX):
-            say(f"weights: {part.weights} come from Hugging Face's cache or a download")
+            say(f"weights: {part.weights} loaded from Hugging Face's cache, or downloaded")
             path_of_weights(str(part.weights))
         match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
-            say(f"weights: {part.weights} come from open_clip's cache or a download")
+            say(f"weights: {part.weights} loaded from open_clip's cache, or downloaded")
             file_of_tag(match[1], match[2], read_facts=None if library_format(part_towers) is None else facts_of_entry)
 
 
@@ -156,7 +158,7 @@ def open_weights(init: Init, towers: Towers = _DEFAULT_TOWERS) -> Source | None:
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
-    """Return the settings for each source of weights, with the towers that take the weights."""
+    """Return the settings of each source of weights, and the towers that use its weights."""
     if not isinstance(init, DualEncoderInit) or init.text is None:
         return [(init, towers)]
     text_towers = DualEncoderTowers()
@@ -182,8 +184,8 @@ def _open_source(init: Init, towers: Towers) -> Source:
     is_hf = library is not None and "model_type" in (read_config(path / "config.json") or {})
     state = read_hf(path) if is_hf else without_prefixes(read_tensors(file))
     require_float_weights(state, source=file)
-    form = library or (FORMATS[init.format] if init.format != "auto" else detect_format(state))
-    converted = form.convert(state)
+    weight_format = library or (FORMATS[init.format] if init.format != "auto" else detect_format(state))
+    converted = weight_format.convert(state)
     if path.is_dir() and (extras := read_extras(path, weights_path=file)):
         converted = replace(
             converted,
@@ -196,7 +198,8 @@ def _open_source(init: Init, towers: Towers) -> Source:
         if scale.numel() != 1:
             raise UserError(f"{file}: {name} has {scale.numel()} values, but must have one", hint="use other weights")
         require_finite({name: scale}, source=file)
-    return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
+    title = f"{init.weights} ({weight_format.title})"
+    return Source(title=title, converted=converted, facts=facts or weight_format.facts)
 
 
 # Weights of runs.
@@ -216,7 +219,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
     metadata = read_metadata(path)
     # The checkpoint records the settings used in training. settings.yaml may have been edited since then.
     settings = metadata.settings
-    # Omit the batch counters of batch norms, because no model starts from them.
+    # Omit the batch counters of batch norms, because no model is initialised from them.
     tensors = {name: tensor for name, tensor in complete_weights(path).items() if tensor.is_floating_point()}
     if (log_scale := read_logits(path).log_scale) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
@@ -242,7 +245,7 @@ def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Sourc
 
 
 def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
-    """Return the `--towers.*` settings of a run that dual encoders also have."""
+    """Return the `--towers.*` settings of a run, limited to settings that dual encoders have."""
     towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     field_names = {field.name for field in fields(DualEncoderTowers)}
     return DualEncoderTowers(**{name: value for name, value in towers.items() if name in field_names})
@@ -252,11 +255,11 @@ def _towers_in(settings: Mapping[str, Any]) -> DualEncoderTowers:
 #
 # If some parts are frozen and others have low-rank adapters, a checkpoint contains only trained tensors. The frozen
 # tensors that were copied unchanged from --init.weights are called the base. They are read from the same source again,
-# and a digest ensures that they have not changed.
+# and a digest verifies that they have not changed.
 
 
 def base_of(source: Source, init: Init, *, names: Iterable[str], scale: float) -> Base:
-    """Return the base that consists of the tensors `names` in `source`, which `init` specifies."""
+    """Return the base: the tensors `names` of `source`, which was opened with the settings `init`."""
     assert init.weights is not None
     names, text = sorted(names), getattr(init, "text", None)
     return Base(
@@ -283,7 +286,7 @@ def _digest_of(source: Source, names: Iterable[str]) -> str:
 
 
 def open_base(checkpoint: Path) -> tuple[Base, Source] | None:
-    """Read the weights that a checkpoint omits; return None if the checkpoint is complete.
+    """Return the base of a checkpoint and the source that contains it; None if the checkpoint is complete.
 
     Raises:
         UserError: The checkpoint is damaged, or the weights are missing or have changed since training.
@@ -311,7 +314,7 @@ def complete_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all weights of a checkpoint, averaged (EMA) if available, with adapters merged into their matrices.
 
     Raises:
-        UserError: The checkpoint cannot be read, or `open_base` cannot read the weights that it omits.
+        UserError: The checkpoint cannot be read, or `open_base` fails.
     """
     weights = read_weights(checkpoint)
     if not content_of(checkpoint).get("base") or (base_and_source := open_base(checkpoint)) is None:

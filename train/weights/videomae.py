@@ -33,7 +33,7 @@ from clipmill.train.weights.exported import Export, preprocessor_config, save_js
 from clipmill.train.weights.files import as_config, rgb_values
 
 CHECKPOINT_FILE = "checkpoint.pth"
-# Tensors that VideoMAE lacks. They identify other vision transformers with the same names.
+# Tensors that VideoMAE lacks. They identify other vision transformers whose remaining names are the same.
 CLASS_TOKENS = ("cls_token", "embeddings.cls_token")
 _MASK_TOKEN = "decoder.mask_token"
 _EPS, _RGB, _IMAGE_DIMS, _CUBE_DIMS = 1e-6, 3, 4, 5
@@ -115,8 +115,8 @@ def exported_checkpoint(trunk: TransformerSize, init: Init, weights: Tensors) ->
     remarks = []
     if not math.isclose(trunk.norm_eps, _EPS):
         remarks.append(
-            f"VideoMAE's code has layer norms with eps {_EPS:g}, but this run uses {trunk.norm_eps:g}, which a "
-            "checkpoint does not record"
+            f"VideoMAE's code uses layer norms with eps {_EPS:g}, but this run uses {trunk.norm_eps:g}; a checkpoint "
+            "does not record this value"
         )
     if weights[CONV].shape[1] == _RGB and (init.pixel_mean, init.pixel_std) != (IMAGENET_MEAN, IMAGENET_STD):
         remarks.append(
@@ -143,7 +143,7 @@ def facts_of_videomae_v2(config: Mapping[str, Any], preprocess: Mapping[str, Any
     """
     model = config.get("model_config")
     if not isinstance(model, dict):
-        raise UserError(f"{source}: config.json has no model_config", hint="download the folder again")
+        raise UserError(f"{source}: config.json lacks model_config", hint="download the folder again")
     for name in _V2_OPTIONS:
         if model.get(name):
             raise UserError(
@@ -258,8 +258,8 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
             )
         if not values.norm_pix_loss:
             remarks.append(
-                "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); a masked autoencoder "
-                "here predicts normalised cubes, which its decoder has to learn"
+                "they were pre-trained to predict unnormalised pixels (norm_pix_loss is false); the decoder of a "
+                "masked autoencoder has to learn to predict normalised cubes"
             )
     is_rgb = values.num_channels == _RGB
     return SourceFacts(
@@ -296,7 +296,7 @@ def exported_videomae(
     _, num_channels, tubelet, patch_px, _ = to_their_layout(CONV, weights[CONV]).shape
     if not shape.image_px:
         raise UserError(
-            "run.json does not record the size of the latents, which config.json requires",
+            "config.json requires the size of the latents, but run.json does not record the size",
             hint="use --format videomae, which does not need the size",
         )
     is_rgb = num_channels == _RGB

@@ -78,8 +78,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert train("classify", *larger, "--out", tmp_path / "larger") == 0
     printed = capsys.readouterr().out
     assert (
-        "their positions are indices of cubes in frames of 32 px" in printed
-        and "(use --size-px 32 to avoid this)" in printed
+        "positions are indices of cubes in frames of 32 px" in printed and "(use --size-px 32 to avoid this)" in printed
     )
 
     for mistake, message in (

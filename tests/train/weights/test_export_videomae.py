@@ -194,7 +194,7 @@ def test_latents_have_a_place_in_transformers_format(
     assert not (tmp_path / "no").exists()
     # Older runs do not record values that cannot be read from the tensors.
     (out / "run.json").write_text(json.dumps({"task": "mae"}))
-    with pytest.raises(UserError, match="does not record the size of the latents"):
+    with pytest.raises(UserError, match="requires the size of the latents"):
         export_run(out, form="hf", out=tmp_path / "no", say=ignore_line)
 
 

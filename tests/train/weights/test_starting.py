@@ -181,7 +181,7 @@ def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
     messages: list[str] = []
     settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), messages.append)
     assert settings.towers.activation is None
-    assert any("their activation is not recorded" in line for line in messages)
+    assert any("the activation is not recorded" in line for line in messages)
 
 
 def write_hugging_face(path: Path, *, max_shard_size: str = "1GB") -> Path:
