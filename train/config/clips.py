@@ -58,7 +58,7 @@ class CaptionSettings(Checked):
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Parse `name=weight,name=weight`, and return the weights by name, in this order.
+    """Parse `name=weight,name=weight`, and return the weights by name, in the same order.
 
     Raises:
         UserError: The text does not have this form, a name is repeated, a weight is negative or not finite, or all
@@ -323,7 +323,7 @@ class OpenOptions:
     """Options for opening trained weights. By default, data and settings are as in training.
 
     Attributes:
-        shards: Data to use instead of the data of the run; None for weights that do not come from a run.
+        shards: Data to use instead of the data of the run; None to use the data of the run.
         variant: Names of the data variants to read. Columns without a named variant use the variant used in training
             or, for data other than the run's, the current variant.
         where: Condition that selects samples. The condition used in training never applies.

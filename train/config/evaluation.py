@@ -47,7 +47,7 @@ class EvaluatedData:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Convert UserErrors to errors about the evaluation. The block opens these data."""
+        """Context manager that turns errors from opening these data into errors about the evaluation."""
         try:
             yield
         except UserError as error:
@@ -193,12 +193,14 @@ class ProbeEvaluation(EvaluationSettings):
                 flags=("--evaluate.every", "--evaluate.labels"),
             )
         yield from repetition_mistakes(self.flag("labels"), self.labels)
-        yield from repetition_mistakes(self.flag("methods"), self.methods, known=METHODS)
+        yield from repetition_mistakes(self.flag("methods"), self.methods, allowed_values=METHODS)
 
 
-def repetition_mistakes(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
-    """Yield errors for a flag with several values: a repeated value, or no value."""
+def repetition_mistakes(
+    flag: str, values: tuple[str, ...], *, allowed_values: tuple[str, ...] = ()
+) -> Iterator[UserError]:
+    """Yield errors for a repeated value and, if `allowed_values` is given, for a flag without values."""
     if len(set(values)) < len(values):
         yield UserError(f"{flag} has a repeated value: {', '.join(values)}", hint="use each value once", flags=(flag,))
-    if known and not values:
-        yield UserError(f"{flag} has no value", hint=f"use at least one of: {', '.join(known)}", flags=(flag,))
+    if allowed_values and not values:
+        yield UserError(f"{flag} has no value", hint=f"use at least one of: {', '.join(allowed_values)}", flags=(flag,))

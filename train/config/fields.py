@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from clipmill.manifests.errors import UserError
 from clipmill.manifests.formatting import count_noun
-from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows these flags, --help-all shows all flags
+from clipmill.manifests.help_text import FIRST_RUN as FIRST_RUN  # --help shows only these flags
 from clipmill.manifests.plugins import Parts
 from clipmill.manifests.settings import Checked, Range, annotations_of, errors_of
 
@@ -93,7 +93,7 @@ def num_steps(value: int | str, *, epoch_steps: float | None = None, flag: str =
 
 
 def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
-    """Return the settings with every number of epochs converted to steps. Raise the errors of `num_steps`."""
+    """Return the settings with every number of epochs converted to steps. Raise a UserError as `num_steps` does."""
     changes: dict[str, dict[str, int]] = {"": {}, "evaluate": {}}
     for group, name, flag, value in _step_fields(settings):
         changes[group][name] = num_steps(value, epoch_steps=epoch_steps, flag=flag)
@@ -101,7 +101,7 @@ def convert_epochs(settings: Any, epoch_steps: float | None) -> Any:
 
 
 def epoch_remarks(settings: Any, epoch_steps: float | None) -> list[str]:
-    """Return a remark for the log about each setting in epochs. Raise the errors of `num_steps`."""
+    """Return a remark for the log about each setting in epochs. Raise a UserError as `num_steps` does."""
     values = [(flag, value) for _, _, flag, value in _step_fields(settings) if epochs_of(value)]
     steps = [num_steps(value, epoch_steps=epoch_steps, flag=flag) for flag, value in values]
     return [f"{flag} {value} = {count_noun(num, 'step')}" for (flag, value), num in zip(values, steps, strict=True)]
@@ -168,7 +168,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the references to parts in the settings and their groups. A settings class lists these fields in `parts`.
+    """Yield the references to parts in the settings and their groups. `parts` of a settings class lists these fields.
 
     Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
     model can be used, even if a package that the run used is missing.

@@ -119,7 +119,7 @@ def yaml_source(
     Args:
         kind: Class of the settings.
         preset: Name of the preset, if the file is a preset.
-        remarks: List that receives remarks about published rows and ignored values.
+        remarks: List that receives remarks about published settings and ignored values.
 
     Raises:
         UserError: The file cannot be read, or is not a YAML mapping.
@@ -303,7 +303,7 @@ class Provenance:
 
     Attributes:
         sources: Source of the value of each flag: a preset, a published row or a file; "" for the command line.
-        remarks: Remarks about the published rows that apply, and about ignored values of a preset.
+        remarks: Remarks about the published settings that apply, and about ignored values of a preset.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -341,11 +341,11 @@ def select_parts(
     overrides: Mapping[str, str],
     preset: str | None,
 ) -> tuple[list[Part], list[str]]:
-    """Select the values of a settings file that apply, given the chosen loss and optimizer.
+    """Select the values in a settings file that apply to the chosen loss and optimizer.
 
     Args:
         values: Values of the file.
-        defaults: Settings without flags and files.
+        defaults: Default settings.
         name: Name of the file or preset, for messages.
         overrides: Values from flags and files with higher priority, by flag.
         preset: Name of the preset, if the file is a preset.
@@ -361,23 +361,23 @@ def select_parts(
             continue
         group_values, flag = common_values.get(group, {}), kind.flag(kind.choice)
         preset_choice = str(group_values.get(kind.choice, getattr(kind, kind.choice)))
-        chosen = overrides.get(flag, preset_choice)
+        choice = overrides.get(flag, preset_choice)
         if rows := kind.published.get(preset or "", {}):
-            if (row := rows.get(chosen)) is not None:
-                where = f"{name}, {flag} {chosen} ({row.source})"
-                parts.append(Part(where, row.values))
-                remarks.append(f"{where}: {_format_flags(flatten(row.values), overrides)}")
+            if (row := rows.get(choice)) is not None:
+                source = f"{name}, {flag} {choice} ({row.source})"
+                parts.append(Part(source, row.values))
+                remarks.append(f"{source}: {_format_flags(flatten(row.values), overrides)}")
             else:
-                flags = _format_flags(_defaults_for_choice(rows, group, chosen, defaults), overrides)
+                flags = _format_flags(_defaults_for_choice(rows, group, choice, defaults), overrides)
                 choices = ", ".join(rows)
-                remarks.append(f"{name} has no values for {flag} {chosen}, only for {choices}; defaults: {flags}")
-        elif chosen != preset_choice:
+                remarks.append(f"{name} has no values for {flag} {choice}, only for {choices}; defaults: {flags}")
+        elif choice != preset_choice:
             names = {name for hyperparameters in kind.hyperparameters().values() for name in hyperparameters}
-            unused = {f"{group}.{key}": value for key, value in group_values.items() if key in names}
+            unused_values = {f"{group}.{key}": value for key, value in group_values.items() if key in names}
             common_values[group] = {key: value for key, value in group_values.items() if key not in names}
-            if set(map(_flag, unused)) - set(overrides):
-                flags = _format_flags(unused, overrides)
-                remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {chosen}: {flags}")
+            if set(map(_flag, unused_values)) - set(overrides):
+                flags = _format_flags(unused_values, overrides)
+                remarks.append(f"{name}: values for {flag} {preset_choice} are not used with {choice}: {flags}")
     chosen_values = list[Part]()
     for part in (*parts, Part(name, common_values)):
         kept_values, reasons = _drop_idle_values(part.values, defaults, overrides)
@@ -387,7 +387,7 @@ def select_parts(
 
 
 def _defaults_for_choice(
-    rows: Mapping[str, Published], group: str, chosen: str, defaults: TrainingSettings
+    rows: Mapping[str, Published], group: str, choice: str, defaults: TrainingSettings
 ) -> dict[str, Any]:
     """Return the defaults that apply to a choice without a published row.
 
@@ -396,7 +396,7 @@ def _defaults_for_choice(
     choices = getattr(defaults, group).hyperparameters()
     hyperparameters = {f"{group}.{name}" for names in choices.values() for name in names}
     common = {name for row in rows.values() for name in flatten(row.values)} - hyperparameters
-    chosen_values = {f"{group}.{name}": value for name, value in choices.get(chosen, {}).items()}
+    chosen_values = {f"{group}.{name}": value for name, value in choices.get(choice, {}).items()}
     return {name: reduce(getattr, name.split("."), defaults) for name in sorted(common)} | chosen_values
 
 
@@ -410,7 +410,7 @@ def _drop_idle_values(
         overrides: Values from flags and files with higher priority, by flag.
 
     Returns:
-        The remaining values, and the reason for each dropped value, by its flag: the flag and value that rule it out.
+        The remaining values, and the reasons for dropping the others, by flag. Each reason is a flag with its value.
     """
     kept_values, reasons = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}

@@ -128,7 +128,7 @@ def data_folder_error(address: str, reason: str, *, kind: Kind | None = None, fl
         flags: Flags that the error refers to.
     """
     pattern = kind_of(address).spelling.pattern
-    kinds = [known for known in KINDS if known.spelling.pattern == pattern] if kind is None else [kind]
+    kinds = [candidate for candidate in KINDS if candidate.spelling.pattern == pattern] if kind is None else [kind]
     nouns = " or ".join(kind.noun for kind in kinds)
     return UserError(f"{address} names {nouns}, {reason}", hint="use the data folder that prep made", flags=flags)
 
@@ -183,7 +183,7 @@ def parse_mix(mix: str) -> tuple[Fraction, ...]:
     """Parse a value of --mix, such as `2,1`, into exact weights.
 
     Raises:
-        UserError: A weight is not a number above 0, or it has too many digits.
+        UserError: A weight is not a number above 0, or has too many digits.
     """
     weights: list[Fraction] = []
     for part in mix.split(","):
@@ -229,7 +229,7 @@ class DataSettings(Checked):
 
     @property
     def folder(self) -> str:
-        """Single data folder of --shards.
+        """The only data folder that --shards lists.
 
         Raises:
             UserError: --shards lists several data folders.

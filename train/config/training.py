@@ -347,7 +347,7 @@ class TrainingSettings(DataSettings):
 
 
 def check_best(best: str | None, settings: TrainingSettings) -> None:
-    """Raise a UserError if `--best` is not a metric of the evaluations. Unknown metrics are not checked."""
+    """Raise a UserError if `--best` is not a metric of the evaluations. If the metrics are unknown, check nothing."""
     metrics = [
         f"{data.name}/{name}" for data in settings.evaluated_data() for name in settings.evaluate.metric_names(data)
     ]

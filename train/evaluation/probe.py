@@ -55,7 +55,7 @@ class ProbeFlags(Checked):
     def rules(self) -> Iterator[UserError]:
         """Yield errors for repeated labels, and for missing or repeated methods."""
         yield from repetition_mistakes("--label", self.label)
-        yield from repetition_mistakes("--method", self.method, known=METHODS)
+        yield from repetition_mistakes("--method", self.method, allowed_values=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
         """Return these flags in the form of the settings for a probe during training."""

@@ -2,7 +2,7 @@
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
 the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
-in the bank. If several clips are equally near, the first ones in the bank count. The paper uses k = 200 and a temperature of
+in the bank. If clips are equally near, the first ones in the bank count. The paper uses k = 200 and a temperature of
 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
@@ -10,8 +10,8 @@ the mean and standard deviation of the training clips. With weights W and biases
 
     sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-computed in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result does not
-depend on a seed, a learning rate or a number of epochs. `choose_l2` chooses l2.
+computed in float64 (scikit-learn's C is 1 / l2). Biases are not regularised. The objective is convex, so the result
+does not depend on a seed, a learning rate or a number of epochs. `choose_l2` chooses l2.
 
 The rank of a clip's class is 1 + the number of other classes that score at least as high. Ties count as wrong, so
 constant features get no credit.

@@ -173,7 +173,7 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
 
 
 class LoopProbe:
-    """Probe that is repeated during training, always on the same clips. The bank contains clips from the training split.
+    """Probe that is repeated during training, always on the same clips. The bank comes from the training split.
 
     Args:
         settings: Settings of the run, with the data to evaluate.

@@ -100,7 +100,7 @@ def attend_short(
         is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
         num_per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
     if num_per_tile == 1 and extra_key_value is None:
-        # Treat sequences as heads. This copies nothing if `q_BSLHK` is a view of tokens that are stored in the order of L.
+        # Treat sequences as heads. This copies nothing if `q_BSLHK` is a view of tokens stored in the order of L.
         out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
         return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
 

@@ -94,8 +94,8 @@ def load_tokenizer(context_length: int = CONTEXT_LENGTH) -> Tokenize:
     """Return CLIP's tokenizer. It converts a text to int64 token IDs [context_length], truncated or zero-padded.
 
     The IDs are the same as open_clip's, and include the start and end tokens. Loader threads call the tokenizer for
-    every sample, and hold the interpreter lock meanwhile. Therefore the IDs of words are cached (tokens do not span white space),
-    and plain texts skip open_clip's cleaning.
+    every sample, and hold the interpreter lock meanwhile. Therefore the IDs of words are cached (tokens do not span
+    white space), and plain texts skip open_clip's cleaning.
     """
     tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=context_length)
     ids_of_word: dict[str, list[int]] = {}
