@@ -96,7 +96,7 @@ class Packing:
 
     @cached_property
     def cached_values(self) -> dict[str, Any]:
-        """Values that attention implementations derive from the lengths, once for all blocks, keyed by implementation."""
+        """Values that implementations derive from the lengths, once for all blocks, keyed by implementation."""
         return {}
 
 
