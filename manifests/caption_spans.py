@@ -184,9 +184,9 @@ class CaptionSpans:
             fields = {name: captions.values.field(name).to_numpy() for name in names}
             columns = {name: batch[name].to_numpy() for name in ("video", "begin_s", "end_s")}
             block = SpanBlock(**columns, counts=np.diff(captions.offsets.to_numpy()), **fields)
-            selected = block if videos is None else block.select_videos(videos)
-            if selected is not None:
-                yield selected
+            selected_block = block if videos is None else block.select_videos(videos)
+            if selected_block is not None:
+                yield selected_block
 
 
 def is_model_source(source: str) -> bool:
@@ -319,17 +319,17 @@ def _batch_rows(video: NDArray[np.int32], *, num_videos: int) -> Iterator[NDArra
     parts = [slice(start, start + _CAPTIONS_PER_READ) for start in range(0, len(video), _CAPTIONS_PER_READ)]
     for part in parts:
         counts += np.bincount(video[part], minlength=num_videos)
-    # NumPy sorts 16-bit integers by radix.
+    # NumPy uses radix sort for 16-bit integers.
     batch_of_video = ((np.cumsum(counts) - counts) // _CAPTIONS_PER_BATCH).astype(np.uint16)
     ends = np.cumsum(np.bincount(batch_of_video, weights=counts)).astype(np.int64)
     starts = np.r_[0, ends][:-1]
-    order, next_free = np.empty(len(video), np.int32), starts.copy()
+    order, next_offset = np.empty(len(video), np.int32), starts.copy()
     for part in parts:
         batch = batch_of_video[video[part]]
         rows, first = part.start + np.argsort(batch, kind="stable"), 0
         for index, count in enumerate(np.bincount(batch).tolist()):
-            order[next_free[index] : next_free[index] + count] = rows[first : first + count]
-            next_free[index] += count
+            order[next_offset[index] : next_offset[index] + count] = rows[first : first + count]
+            next_offset[index] += count
             first += count
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if end > start:

@@ -77,11 +77,11 @@ def write_caption_table(
                 optional |= _optional_columns(table)
     # The schema consists of the columns of CAPTIONS, the optional columns with at least one value, and all labels. It
     # contains no dictionary types.
-    labelled_path = old_path if change.keep_labels else None
+    labeled_path = old_path if change.keep_labels else None
     labels = {field.name: field for field in captions.schema if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain_type(field.type)) for name, field in labels.items()}
-    if labelled_path is not None:
-        for field in pq.read_schema(labelled_path):
+    if labeled_path is not None:
+        for field in pq.read_schema(labeled_path):
             if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
                 raise UserError(
                     f"column {field.name} has type {field.type} in this manifest, but {labels[field.name].type} in the "
@@ -134,7 +134,7 @@ def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None =
 def caption_blocks(captions: pa.Table | pq.ParquetFile, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.Table]:
     """Yield columns of all captions in row order, in blocks of about `num_rows` rows.
 
-    A block of a file consists of complete row groups, and has at least `num_rows` rows, except for the last block.
+    A block from a file consists of complete row groups. Each block except the last contains at least `num_rows` rows.
     Within a block, all chunks of a dictionary-encoded column share one dictionary.
     """
     if isinstance(captions, pa.Table):
@@ -203,11 +203,11 @@ def _regroup_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         pending.append(table)
         num_pending += table.num_rows
         if num_pending >= ROWS_PER_GROUP:
-            joined = pa.concat_tables(pending)
+            joined_table = pa.concat_tables(pending)
             num_rows = num_pending // ROWS_PER_GROUP * ROWS_PER_GROUP
             for start in range(0, num_rows, ROWS_PER_GROUP):
-                yield joined.slice(start, ROWS_PER_GROUP).combine_chunks()
-            pending, num_pending = [joined.slice(num_rows)], num_pending - num_rows
+                yield joined_table.slice(start, ROWS_PER_GROUP).combine_chunks()
+            pending, num_pending = [joined_table.slice(num_rows)], num_pending - num_rows
     if num_pending:
         yield pa.concat_tables(pending).combine_chunks()
 
@@ -228,7 +228,7 @@ def captions_sha256(
         video_rows: Index of each caption's video, int[N], in [0, num_videos).
 
     Returns:
-        One digest per video, as hexadecimal digits. Without captions, the digest is the hash of the empty string.
+        One digest per video, as hexadecimal digits. A video without captions has the hash of the empty string.
     """
     order = np.lexsort((caption_ids, captions["end_s"].to_numpy(), captions["begin_s"].to_numpy(), video_rows))
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))

@@ -45,7 +45,7 @@ class SpanParts:
 
 @dataclass(frozen=True)
 class DividedVideos:
-    """Divided videos as consecutive entries without gaps. An entry is a range of seconds that belong to one split.
+    """Divided videos as consecutive entries without gaps. An entry is a time span that belongs to one split.
 
     Attributes:
         splits: Names of the splits.

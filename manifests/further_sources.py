@@ -125,18 +125,18 @@ class FurtherCaptions:
             records: Records of the sources of the new captions.
         """
         new_captions = cast_to_schema(captions.append_column("caption_id", pa.array(ids)), _SCHEMA)
-        joined = pa.concat_tables([self.captions, new_captions]).unify_dictionaries()
-        return FurtherCaptions(joined, {**self.records, **records})
+        all_captions = pa.concat_tables([self.captions, new_captions]).unify_dictionaries()
+        return FurtherCaptions(all_captions, {**self.records, **records})
 
     def nonempty_records(self) -> dict[str, Any]:
-        """Return the records for manifest.json: all sources that have captions, with their numbers of captions."""
+        """Return the records of all sources with captions for manifest.json, including the number of captions."""
         counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(self.captions["source"]).to_pylist()}
         return {
             name: {**record, "num_captions": counts[name]} for name, record in self.records.items() if name in counts
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows in `table` that are among these captions (nonempty, ordered by ID)."""
+        """Return a mask of the rows of `table` that are among these captions. There must be captions, ordered by ID."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 

@@ -34,7 +34,7 @@ Tables = Mapping[str, Sequence[tuple[str, str]]]  # mapping from the title of a 
 _WIDTH = 80
 _MAX_LABEL_WIDTH, _MAX_SHORT_LABEL_WIDTH = 27, 22
 _FEW_FLAGS = 12
-_NO_BREAKS = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # keeps a text on one line
+_NO_BREAKS = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # keeps text on one line
 _ONE_OR_MORE = re.compile(r"\b(\w+)\|\1\.\.\.")  # STR|STR...
 _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
 

@@ -131,9 +131,9 @@ class FileLock:
         try:
             return cls(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError as error:
-            unwritable = path if path.exists() else path.parent
+            unwritable_path = path if path.exists() else path.parent
             raise UserError(
-                f"{unwritable} is not writable: {error.strerror}",
+                f"{unwritable_path} is not writable: {error.strerror}",
                 hint="grant write permission (to a group: chmod g+w), or use a different folder with --data",
             ) from None
 

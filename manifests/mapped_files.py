@@ -189,10 +189,10 @@ class OpenMaps:
                 self._owners[key] = weakref.ref(owner, lambda _: self._forget(key))
             num_tried = 0
             while len(self._owners) > self.limit and num_tried < len(self._owners):
-                oldest, reference = self._owners.popitem(last=False)
+                oldest_key, reference = self._owners.popitem(last=False)
                 candidate = reference()
                 if candidate is not None and (candidate is owner or not candidate.close()):
-                    self._owners[oldest] = reference
+                    self._owners[oldest_key] = reference
                     num_tried += 1
 
     def note_close(self, owner: MapOwner) -> None:

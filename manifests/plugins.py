@@ -114,11 +114,11 @@ class Parts(Mapping[str, Part], Generic[Part]):
 
     def _added_entries(self) -> dict[str, EntryPoint]:
         """Return the entry points of other packages by name. If several share a name, only the first is included."""
-        added: dict[str, EntryPoint] = {}
+        added_entries: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
             if entry.name not in self._reserved_names:
-                added.setdefault(entry.name, entry)
-        return added
+                added_entries.setdefault(entry.name, entry)
+        return added_entries
 
     def _load(self, entry: EntryPoint) -> Part:
         packages = [_package(other) for other in _entries(self._group) if other.name == entry.name]

@@ -325,9 +325,9 @@ def _rank_keys(hashes: np.ndarray) -> np.ndarray:
     if not len(rows):
         return keys
     groups = np.lexsort((hashes[rows, 1], hashes[rows, 0]))
-    grouped = hashes[rows[groups]]
+    grouped_hashes = hashes[rows[groups]]
     begins_group = np.ones(len(rows), bool)
-    begins_group[1:] = (grouped[1:] != grouped[:-1]).any(axis=1)
+    begins_group[1:] = (grouped_hashes[1:] != grouped_hashes[:-1]).any(axis=1)
     position = np.arange(len(rows))
     rank = position - np.maximum.accumulate(np.where(begins_group, position, 0))
     keys[rows[groups]] += rank.astype(np.uint64) * _GOLDEN_RATIO

@@ -70,7 +70,7 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files of one data folder or run, ignoring missing files. In a bucket, this takes few requests.
+    """Remove files of one data folder or run, ignoring missing files. For a bucket, this sends only a few requests.
 
     Raises:
         OSError: A file cannot be removed. Other files may remain as well.

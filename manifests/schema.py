@@ -6,7 +6,7 @@
                        1-based column `entry` in place of `row`
     caption_*.arrow    files for training that are derived from these tables (clipmill.manifests.caption_spans)
     manifest.json      format version; size and checksum of each file; counts for each dataset, including the number of
-                       rejected rows for each reason; further sources of captions; SHA-256 of the record itself
+                       rejected rows for each reason; further sources of captions; SHA-256 of all other keys
 
 A further source is a source of captions that `prep manifest captions` adds to the videos of any dataset. These captions
 are kept when a dataset is read again. manifest.json records the model that wrote them.

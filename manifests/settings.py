@@ -135,13 +135,19 @@ def annotations_of(kind: type) -> tuple[Annotations, ...]:
     hints, annotations = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        by_kind: dict[str, Any] = {}
+        annotation_of_kind: dict[str, Any] = {}
         for annotation in getattr(hints[field.name], "__metadata__", ()):
             is_range, is_need = isinstance(annotation, Range), isinstance(annotation, Needs)
             if isinstance(annotation, Range | GoesWith):
-                by_kind["range" if is_range else "needs" if is_need else "goes_with"] = annotation
+                annotation_of_kind["range" if is_range else "needs" if is_need else "goes_with"] = annotation
         annotations.append(
-            Annotations(field.name, default, by_kind.get("range"), by_kind.get("goes_with"), by_kind.get("needs"))
+            Annotations(
+                field.name,
+                default,
+                annotation_of_kind.get("range"),
+                annotation_of_kind.get("goes_with"),
+                annotation_of_kind.get("needs"),
+            )
         )
     return _annotations.setdefault(kind, tuple(annotations))
 
@@ -186,8 +192,8 @@ def _examine(settings: Checked) -> tuple[list[UserError], Any]:
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
     """Yield an error for each flag on the command line that has no effect together with the other settings.
 
-    Settings from a file may have no effect, because flags may override the settings of a preset or run on which they
-    depend. A flag with its default value is also accepted.
+    Settings from a preset or run are not checked, because flags may override other settings that they depend on. A flag
+    with its default value is also accepted.
 
     Args:
         typed: Flags on the command line, with their values as text.
@@ -233,11 +239,11 @@ def errors_of(check: Callable[..., object], *arguments: Any, **keywords: Any) ->
 
 def raise_mistakes(errors: Iterable[UserError]) -> None:
     """Raise the first mistake about each flag, all in one error. Do nothing if there are no mistakes."""
-    by_flag: dict[str, UserError] = {}
+    error_of_flag: dict[str, UserError] = {}
     for error in errors:
-        by_flag.setdefault(next(iter(error.flags), str(error)), error)
-    if by_flag:
-        raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
+        error_of_flag.setdefault(next(iter(error.flags), str(error)), error)
+    if error_of_flag:
+        raise UserErrors(error_of_flag.values()) if len(error_of_flag) > 1 else next(iter(error_of_flag.values()))
 
 
 def _format_number(value: float) -> str:

@@ -312,15 +312,17 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any], checks_c
     # The staged name is checked first, because a file is renamed from the staged name to the final name, never back.
     staged = staged_path(folder, name, fingerprint=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
-    recorded = manifest.get("tables", {}).get(name)
-    if recorded is None:
+    recorded_entry = manifest.get("tables", {}).get(name)
+    if recorded_entry is None:
         raise DamagedManifest(folder / "manifest.json", f"it has no checksum for {name}")
     try:
         require_regular(path, path=path)
         size_bytes = path.stat().st_size
-        if size_bytes != recorded["bytes"]:
-            raise DamagedManifest(path, f"it has {size_bytes} bytes, but manifest.json records {recorded['bytes']}")
-        if checks_content and file_entry(path) != recorded:
+        if size_bytes != recorded_entry["bytes"]:
+            raise DamagedManifest(
+                path, f"it has {size_bytes} bytes, but manifest.json records {recorded_entry['bytes']}"
+            )
+        if checks_content and file_entry(path) != recorded_entry:
             raise DamagedManifest(path, "its checksum does not match manifest.json")
     except FileNotFoundError as error:
         raise DamagedManifest(path, "the file is missing") from error

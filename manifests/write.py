@@ -149,15 +149,15 @@ def write_manifest(
         num_captions=np.bincount(video_rows, minlength=videos.num_rows),
         digests=captions_sha256(captions, caption_ids=ids, video_rows=video_rows, num_videos=videos.num_rows),
     )
-    all_further = FurtherCaptions.read(old)
+    further_captions = FurtherCaptions.read(old)
     kept_ids = pa.chunked_array([*other_ids.chunks, *new_videos["video_id"].chunks], pa.string())
-    kept_further = all_further.select_videos(kept_ids)
+    kept_captions = further_captions.select_videos(kept_ids)
     removed_ids = dataset_ids.filter(pc.invert(pc.is_in(dataset_ids, value_set=videos["video_id"].combine_chunks())))
     if not allows_removal and len(removed_ids) > _MAX_REMOVED_FRACTION * len(dataset_ids):
         raise _removal_error(
-            removed_ids.to_pylist(), len(dataset_ids), dataset, num_further=len(all_further) - len(kept_further)
+            removed_ids.to_pylist(), len(dataset_ids), dataset, num_further=len(further_captions) - len(kept_captions)
         )
-    all_videos = replace_dataset(old.videos, kept_further.add_to_videos(new_videos), dataset=dataset)
+    all_videos = replace_dataset(old.videos, kept_captions.add_to_videos(new_videos), dataset=dataset)
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], dataset))
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
     entry = {
@@ -169,7 +169,7 @@ def write_manifest(
 
     def keep(table: pa.Table) -> np.ndarray:
         is_kept = find_rows(table["video_id"], other_ids) >= 0
-        return is_kept | kept_further.select(table) if len(kept_further) else is_kept
+        return is_kept | kept_captions.select(table) if len(kept_captions) else is_kept
 
     publish_manifest(
         folder,
@@ -181,11 +181,11 @@ def write_manifest(
                 captions,
                 ids,
                 next_id,
-                keep=keep if len(other_ids) or len(kept_further) else None,
+                keep=keep if len(other_ids) or len(kept_captions) else None,
                 keep_labels=len(other_ids) > 0,
             ),
             datasets={**old.datasets, dataset: entry},
-            further_records=kept_further.nonempty_records(),
+            further_records=kept_captions.nonempty_records(),
         ),
     )
     # Count the videos and the captions by split.
@@ -201,7 +201,7 @@ def write_manifest(
     counts = (np.bincount(part, minlength=len(names)).tolist() for part in (codes, caption_codes))
     splits = dict(zip(names, zip(*counts, strict=True), strict=True))
     num_added = int((ids >= old.next_caption_id).sum())
-    num_before = int(old.datasets.get(dataset, {}).get("num_captions", 0))
+    num_previous = int(old.datasets.get(dataset, {}).get("num_captions", 0))
     num_kept = len(dataset_ids) - len(removed_ids)
     return WriteResult(
         folder=folder,
@@ -215,20 +215,20 @@ def write_manifest(
         num_videos_removed=len(removed_ids),
         num_splits_changed=count_changed_splits(old.videos, new_videos),
         num_captions_added=num_added,
-        num_captions_removed=max(0, num_before - (captions.num_rows - num_added)),
-        num_further_kept=len(kept_further),
-        num_further_removed=len(all_further) - len(kept_further),
+        num_captions_removed=max(0, num_previous - (captions.num_rows - num_added)),
+        num_further_kept=len(kept_captions),
+        num_further_removed=len(further_captions) - len(kept_captions),
         splits=dict(sorted(splits.items(), key=lambda entry: -entry[1][0])),
     )
 
 
-def _removal_error(removed_ids: list[str], num_before: int, dataset: str, *, num_further: int) -> UserError:
+def _removal_error(removed_ids: list[str], num_previous: int, dataset: str, *, num_further: int) -> UserError:
     """Return the error for a write that would remove too many videos."""
     ids = ", ".join(removed_ids[:_MAX_LISTED])
     more = f", and {len(removed_ids) - _MAX_LISTED:,} more" if len(removed_ids) > _MAX_LISTED else ""
     captions = f", and with them {count_noun(num_further, 'caption')} from added sources" if num_further else ""
     return UserError(
-        f"{len(removed_ids):,} of {num_before:,} videos of dataset {dataset} would be removed from the manifest "
+        f"{len(removed_ids):,} of {num_previous:,} videos of dataset {dataset} would be removed from the manifest "
         f"({ids}{more}){captions}",
         hint="check that the folder and the tables are correct; the manifest was not changed. If the videos were "
         "removed or renamed on purpose, add --yes; their chunks stay on disk until you run `prep gc`",
@@ -440,8 +440,8 @@ def _publish(
     """Replace the captions of `replaced_sources`, and return the IDs of the new captions, int64[N]."""
     is_replaced = select_sources(replaced_sources)
     ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced_sources else None)
-    old_further = FurtherCaptions.read(old)
-    new_further = old_further.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
+    old_captions = FurtherCaptions.read(old)
+    new_captions = old_captions.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
     if (find_rows(captions["video_id"], old.videos["video_id"]) < 0).any():
         raise ValueError("captions refer to a video that is not in the manifest")
     other_rejected = old.rejected.filter(pc.not_equal(old.rejected["dataset"], FURTHER))
@@ -449,11 +449,11 @@ def _publish(
         manifest_dir(data_dir),
         old,
         NewManifest(
-            videos=new_further.add_to_videos(old_further.subtract_from_videos(old.videos)),
+            videos=new_captions.add_to_videos(old_captions.subtract_from_videos(old.videos)),
             rejected=pa.concat_tables([other_rejected, rejected.cast(REJECTED)]),
             captions=CaptionChange(captions, ids, next_id, keep=lambda table: ~is_replaced(table), keep_labels=True),
             datasets=old.datasets,
-            further_records=new_further.nonempty_records(),
+            further_records=new_captions.nonempty_records(),
         ),
     )
     return ids
