@@ -86,13 +86,15 @@ def read_chunk_rows(variant: Variant, *, columns: Collection[str] | None = None)
     tables, members, open_gops = [], set[str](), set[int]()
     are_all_current = True
     for part in _parts(variant):
-        current = part.open_current()
-        are_all_current &= current is not None
-        table = part.build(old_table=None, finds_open_gops=False) if current is None else current
+        current_table = part.open_current()
+        are_all_current &= current_table is not None
+        table = part.build(old_table=None, finds_open_gops=False) if current_table is None else current_table
         members.add(_metadata(table, _MEMBER_KEY).decode())
         open_gops.update(_numbers(table, _OPEN_GOPS_KEY))
         names = list(table.column_names if columns is None else columns)
-        tables.append((table if current is None else verify_columns(table, part.path, columns=names)).select(names))
+        tables.append(
+            (table if current_table is None else verify_columns(table, part.path, columns=names)).select(names)
+        )
     if len(members) > 1:
         raise DamagedTable(
             variant.directory / CHUNKS_FILE, f"its samples have different members: {' and '.join(sorted(members))}"
@@ -133,9 +135,9 @@ def update_chunk_table(variant: Variant, *, column: str) -> bool:
         except (Damaged, OSError, ValueError, KeyError, pa.ArrowException) as error:
             hint = "run prep verify, which prints the command that rebuilds damaged shards"
             raise UserError(f"{part.path} was not written: {error}", hint=hint) from error
-    current = {part.path for part in parts}
+    current_paths = {part.path for part in parts}
     for folder in folders_in(variant.directory) if parts else ():
-        if (path := folder / CHUNKS_FILE) not in current and path.is_file():
+        if (path := folder / CHUNKS_FILE) not in current_paths and path.is_file():
             remove(path)  # its shards no longer exist
     return bool(stale_parts)
 
@@ -219,8 +221,8 @@ class _Part:
         old_digests = {
             shard_id: digits[start : start + _DIGEST_DIGITS] for shard_id, start in zip(ids, starts, strict=False)
         }
-        current = ((shard_id, sha256[:_DIGEST_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
-        return [shard_id for shard_id, digest in current if old_digests.get(shard_id) != digest]
+        digests = ((shard_id, sha256[:_DIGEST_DIGITS]) for shard_id, sha256 in self.index_sha256.items())
+        return [shard_id for shard_id, digest in digests if old_digests.get(shard_id) != digest]
 
     def build(self, *, old_table: pa.Table | None, finds_open_gops: bool) -> pa.Table:
         """Build the rows of the part, and the metadata of its schema.
@@ -343,7 +345,7 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True)
 class Moments:
-    """Order-preserving mapping from moments to integers, which is defined for all moments.
+    """Order-preserving mapping from moments to integers, defined for all moments.
 
     Attributes:
         num_rows: Number of rows up to the last row among the moments that the mapping was built from.

@@ -53,9 +53,9 @@ COLUMN_FIELDS = Parts("field list", group="fields", kind=ColumnFields, builtin={
 def field_differences(column: str, schema: pa.Schema) -> list[str]:
     """Describe the declared fields of a column that a schema lacks, or contains with a different type."""
     types = {field.name: field.type for field in schema}
-    declared = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
+    declared_fields = {} if column in COLUMNS else COLUMN_FIELDS[column].fields
     return [
         f"{name} is {types[name]}, not {arrow_type}" if name in types else f"{name} is missing"
-        for name, arrow_type in declared.items()
+        for name, arrow_type in declared_fields.items()
         if types.get(name) != arrow_type
     ]

@@ -130,14 +130,14 @@ def reading_variants(variants: Mapping[Path, Mapping[str, str]]) -> Iterator[Non
     from clipmill.shards.marks import keep_marks
 
     global _read_variants
-    previous = _read_variants
-    _read_variants = {folder: dict(names) for folder, names in (previous or {}).items()}
+    previous_variants = _read_variants
+    _read_variants = {folder: dict(names) for folder, names in (previous_variants or {}).items()}
     _read_variants.update({folder.resolve(): dict(names) for folder, names in variants.items()})
     try:
         with keep_marks():
             yield
     finally:
-        _read_variants = previous
+        _read_variants = previous_variants
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
@@ -176,7 +176,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfi
         keeps_unfinished: True if another variant stays recorded as unfinished.
 
     Raises:
-        UserError: dataset.json has a different version of the format. Or it is damaged and cannot be rebuilt, because
+        UserError: dataset.json has a different version of the format, or is damaged and cannot be rebuilt because
             another column has several variants.
     """
     making = _entry(data_dir, column).get("making", variant) if keeps_unfinished else variant
@@ -212,12 +212,12 @@ def _record(data_dir: Path, column: str, entry: dict[str, str]) -> None:
             # Rebuild dataset.json from the folders, which is possible if no other column has several variants.
             dataset = {"clipmill_format": FORMAT_VERSION, "columns": {}}
             plugin_columns = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))
-            for other in dict.fromkeys([*COLUMNS, *sorted(plugin_columns)]):
-                variants = list_variants(data_dir, other) if other != column else []
+            for other_column in dict.fromkeys([*COLUMNS, *sorted(plugin_columns)]):
+                variants = list_variants(data_dir, other_column) if other_column != column else []
                 if len(variants) > 1:
                     raise
                 if variants:
-                    dataset["columns"][other] = {"current": variants[0]}
+                    dataset["columns"][other_column] = {"current": variants[0]}
         if dataset["columns"].get(column) != entry:
             dataset["columns"][column] = entry
             publish_checked_json(data_dir / DATASET_FILE, dataset)

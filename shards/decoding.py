@@ -72,7 +72,7 @@ class PacketDecoder:
             if len(self._contexts) == _MAX_CONTEXTS:
                 self._contexts.popitem(last=False)
         self._contexts[codec, extradata, is_strict] = context
-        last = -1
+        last_number = -1
         try:
             for frame_number, content in chain(packets, [RESTART]):
                 packet = None
@@ -82,9 +82,11 @@ class PacketDecoder:
                 for frame in context.decode(packet):
                     number = frame.pts or 0
                     # Decoders output frames in presentation order, so the indices must increase.
-                    if number <= last:
-                        raise ValueError(f"the decoder outputs frame {number} of the packet table after frame {last}")
-                    last = number
+                    if number <= last_number:
+                        raise ValueError(
+                            f"the decoder outputs frame {number} of the packet table after frame {last_number}"
+                        )
+                    last_number = number
                     if not frame.is_corrupt:
                         yield number, frame
                 if packet is None:

@@ -119,7 +119,7 @@ def chunk_fields(*fields: pa.Field) -> list[pa.Field]:
     """Return the index fields of a column with one sample per chunk, except the key and the columns of its members.
 
     Args:
-        fields: Fields that only this column has.
+        fields: Fields that are specific to this column.
     """
     return [
         pa.field("video_id", pa.string(), nullable=False),

@@ -105,8 +105,8 @@ def verify_columns(table: pa.Table, path: Path, *, columns: Collection[str] | No
         if _crc32(selection[field.name]) != (field.metadata or {}).get(_CRC_KEY)
     ]
     if changed_columns:
-        differ = "does not match its checksum" if len(changed_columns) == 1 else "do not match their checksums"
-        raise DamagedTable(path, f"{', '.join(changed_columns)} {differ}")
+        fault = "does not match its checksum" if len(changed_columns) == 1 else "do not match their checksums"
+        raise DamagedTable(path, f"{', '.join(changed_columns)} {fault}")
     return selection
 
 
@@ -138,7 +138,7 @@ def read_remote_schema(path: Path) -> pa.Schema:
 
 
 def variant_state(variant_dir: Path, commits: TableCommits) -> tuple[object, ...]:
-    """Return a value that changes if a variant's commits or its merged table change; its arrays depend on both."""
+    """Return a value that identifies the commits and the merged table of a variant, for caches of derived arrays."""
     try:
         status = (variant_dir / CHUNKS_FILE).stat()
         file: tuple[int, ...] | None = (status.st_size, status.st_mtime_ns, status.st_ino)

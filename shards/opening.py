@@ -97,7 +97,7 @@ def open_regular(path: Path) -> int:
     if (mirror := mirror_of(path)) is not None and (descriptor := mirror.open(path)) is not None:
         return descriptor
     with _lock:
-        if path in _blocked or sum(other.parent == path.parent for other in _blocked) >= _MAX_BLOCKED:
+        if path in _blocked or sum(blocked_path.parent == path.parent for blocked_path in _blocked) >= _MAX_BLOCKED:
             raise _open_timeout(path)
     opening = _Opening()
     threading.Thread(target=_open, args=(path, opening), name=f"open {path.name}", daemon=True).start()

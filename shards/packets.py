@@ -1,4 +1,4 @@
-"""Packet tables of a shard, which tell readers the bytes of a chunk that they need to decode given frames."""
+"""Packet tables of a shard, which tell readers which bytes of a chunk they need to decode given frames."""
 
 from array import array
 from bisect import bisect_right
