@@ -320,15 +320,15 @@ def _join_tables(tables: Sequence[pa.Table]) -> pa.Table:
     """Concatenate the rows of all parts. Duplicates in the joined dictionary of video IDs are not removed."""
     if len(tables) < 2:
         return tables[0] if tables else pa.table({})
-    joined = pa.concat_tables([table.replace_schema_metadata() for table in tables])
-    if "video_id" in joined.column_names:
-        chunks = joined["video_id"].chunks
+    joined_table = pa.concat_tables([table.replace_schema_metadata() for table in tables])
+    if "video_id" in joined_table.column_names:
+        chunks = joined_table["video_id"].chunks
         starts = np.cumsum([0, *(len(chunk.dictionary) for chunk in chunks)])
         entries = pa.concat_arrays([chunk.dictionary for chunk in chunks])
         codes = [chunk.indices.to_numpy() + np.int32(start) for chunk, start in zip(chunks, starts, strict=False)]
         video_ids = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(part), entries) for part in codes])
-        joined = joined.set_column(joined.column_names.index("video_id"), "video_id", video_ids)
-    return joined.unify_dictionaries() if "dtype" in joined.column_names else joined
+        joined_table = joined_table.set_column(joined_table.column_names.index("video_id"), "video_id", video_ids)
+    return joined_table.unify_dictionaries() if "dtype" in joined_table.column_names else joined_table
 
 
 def _metadata(table: pa.Table, key: bytes) -> bytes:

@@ -217,7 +217,7 @@ def commit_folders(variant_dir: Path) -> dict[str, int]:
 
 
 def confirm_folders(
-    variant_dir: Path, *, sha256: str, folders: Mapping[str, int], except_for: Collection[str] = ()
+    variant_dir: Path, *, sha256: str, folders: Mapping[str, int], omitted_folders: Collection[str] = ()
 ) -> None:
     """Set the table's date on folders of commits, so that the table replaces their records.
 
@@ -227,14 +227,14 @@ def confirm_folders(
         sha256: SHA-256 of the table (hex). The table and contents.json must already be published.
         folders: Modification time of each folder in ns, by name, taken before its records were read. A folder that has
             changed since then is omitted.
-        except_for: Names of other folders to omit.
+        omitted_folders: Names of other folders to omit.
     """
     date_ns = table_date_ns(sha256)
     for name, modified_ns in folders.items():
         folder = variant_dir / COMMITS_FOLDER / name
         # If the date cannot be set, readers use the records.
         with suppress(OSError):
-            if name not in except_for and modified_ns != date_ns and folder.stat().st_mtime_ns == modified_ns:
+            if name not in omitted_folders and modified_ns != date_ns and folder.stat().st_mtime_ns == modified_ns:
                 os.utime(folder, ns=(date_ns, date_ns))
 
 

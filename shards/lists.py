@@ -106,7 +106,7 @@ def finish_run(variant_dir: Path, *, dropped_ids: Collection[int], planned_ids: 
     checksums = {name: file_sha256(content) for name, content in contents.items()}
     write_contents(variant_dir, Contents(shard_ids, {**checksums, COMMIT_TABLE_FILE: table_sha256}))
     damaged_folders = {_folder_name(record.path) for record in records.damaged}
-    confirm_folders(variant_dir, sha256=table_sha256, folders=folders, except_for=damaged_folders)
+    confirm_folders(variant_dir, sha256=table_sha256, folders=folders, omitted_folders=damaged_folders)
     return commits
 
 

@@ -49,7 +49,7 @@ class CommittedShard:
         self.tar_bytes, self.tar_sha256 = files.tar_bytes, files.tar_sha256
         self._tars = tars
         # Each shard has its own lock. Up to Python 3.11, `cached_property` has one lock per class, so a shard whose
-        # files do not respond would block all others. Properties that open files therefore do not use it.
+        # files do not respond would block all others. Therefore, properties that open files are not cached in this way.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
@@ -278,8 +278,8 @@ class Variant:
             recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
-        expected = self._file_sha256.get(RECIPE_FILE)
-        if expected is not None and expected != file_sha256(content):
+        expected_sha256 = self._file_sha256.get(RECIPE_FILE)
+        if expected_sha256 is not None and expected_sha256 != file_sha256(content):
             raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
             raise UserError(f"{path} is not a valid recipe", hint=_RECIPE_HINT)
@@ -387,5 +387,5 @@ class KeyLookup:
         if rank == len(self._keys) or self._keys[rank].as_py() != key:
             raise KeyError(key)
         position = int(self._positions[rank])
-        place = bisect_right(self._first_rows, position) - 1
-        return place, position - self._first_rows[place]
+        table_index = bisect_right(self._first_rows, position) - 1
+        return table_index, position - self._first_rows[table_index]

@@ -240,9 +240,9 @@ def find_close_pairs(hashes: NDArray[np.uint64]) -> Iterator[tuple[NDArray[np.in
         left = np.flatnonzero(num_later)
         for step in range(1, int(num_later.max(initial=0)) + 1):
             left = left[num_later[left] >= step]
-            close = left[np.bitwise_count(sorted_hashes[left] ^ sorted_hashes[left + step]) <= MAX_DISTANCE]
-            if len(close):
-                yield order[close], order[close + step]
+            matches = left[np.bitwise_count(sorted_hashes[left] ^ sorted_hashes[left + step]) <= MAX_DISTANCE]
+            if len(matches):
+                yield order[matches], order[matches + step]
 
 
 def _extract_bits(hashes: NDArray[np.uint64], first_bit: int, num_bits: int) -> NDArray[np.uint32]:

@@ -291,15 +291,19 @@ def read_label_rows(data_dir: Path, kinds: Mapping[str, Kind] | None = None) -> 
             converted.
     """
     with open_captions(data_dir) as file:
-        available = label_names(file.schema_arrow)
-        if unknown := sorted(set(kinds or ()).difference(available)):
+        available_names = label_names(file.schema_arrow)
+        if unknown := sorted(set(kinds or ()).difference(available_names)):
             problem = "can have several values of" if unknown[0] in file.schema_arrow.names else "have no column"
             raise UserError(
                 f"--where uses {unknown[0]}, but the captions of {data_dir} {problem} {unknown[0]}",
-                hint=f"use one of the labels {', '.join(available)}" if available else "add labels to the captions",
+                hint=f"use one of the labels {', '.join(available_names)}"
+                if available_names
+                else "add labels to the captions",
                 flags=("--where",),
             )
-        labels: dict[str, Kind] = dict.fromkeys(available, "text") if kinds is None else dict(sorted(kinds.items()))
+        labels: dict[str, Kind] = (
+            dict.fromkeys(available_names, "text") if kinds is None else dict(sorted(kinds.items()))
+        )
         tables = []
         for group in range(file.num_row_groups):
             table = label_values(file.read_row_group(group, columns=["video_id", *_SPAN, *labels]), labels)

@@ -206,7 +206,9 @@ def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa
         for row in np.flatnonzero(is_damaged.any(axis=1)).tolist():
             key = table.column("key")[row].as_py()
             names = ", ".join(
-                extension for extension, damaged in zip(extensions_of(table), is_damaged[row], strict=True) if damaged
+                extension
+                for extension, has_damage in zip(extensions_of(table), is_damaged[row], strict=True)
+                if has_damage
             )
             problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or truncated: {names}"))
         problems += _check_entries(path, shard_id=shard_id, table=table)

@@ -481,10 +481,12 @@ class Where:
             because: Reason why only these levels are supported.
         """
         fields = _fields_of(self.names)
-        if unsupported := sorted(name for name in self.names if fields[name].level not in levels):
-            supported = ", ".join(name for name, field in known_fields().items() if field.level in levels)
+        if unsupported_names := sorted(name for name in self.names if fields[name].level not in levels):
+            supported_names = ", ".join(name for name, field in known_fields().items() if field.level in levels)
             raise UserError(
-                f"{_FLAG} uses {', '.join(unsupported)}, but {because}", hint=f"use one of {supported}", flags=(_FLAG,)
+                f"{_FLAG} uses {', '.join(unsupported_names)}, but {because}",
+                hint=f"use one of {supported_names}",
+                flags=(_FLAG,),
             )
 
     def _keep_conditions(self, conditions: list[Condition]) -> "Where | None":

@@ -73,9 +73,9 @@ def small_clip(frames: "Iterable[av.VideoFrame]", *, fps: Fraction) -> bytes:
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.width, stream.height = _small_size(frame)
-            small = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
-            small.pts, small.time_base = number, 1 / fps
-            container.mux(stream.encode(small))
+            scaled_frame = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
+            scaled_frame.pts, scaled_frame.time_base = number, 1 / fps
+            container.mux(stream.encode(scaled_frame))
         container.mux(stream.encode(None))
     return content.getvalue()
 
@@ -122,8 +122,8 @@ class Bar:
     Attributes:
         left: Position of the left edge in units of the SVG.
         text: Range and number of the values in the bar, as text.
-        heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), in percent of the
-            largest bar. Without a selection, there is only `kept`, which represents all values.
+        heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), as percentages of
+            the largest bar. Without a selection, there is only `kept`, which represents all values.
     """
 
     left: int
@@ -237,5 +237,5 @@ def histogram(
     def count(part: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.histogram(part, bins=num_bins, range=(begin, end))[0].astype(np.int64)
 
-    kept = None if is_kept is None else count(clipped_values[is_kept])
-    return Histogram(begin, end, count(clipped_values), kept, highest > end, is_count)
+    kept_counts = None if is_kept is None else count(clipped_values[is_kept])
+    return Histogram(begin, end, count(clipped_values), kept_counts, highest > end, is_count)

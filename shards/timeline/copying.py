@@ -82,13 +82,13 @@ class _VideoWriter:
     ) -> None:
         self._output, self._unit = output, track.time_base or ONE
         self._stream, self._filter = _add_stream(output, track)
-        ordered = np.sort(packets.times)
+        sorted_times = np.sort(packets.times)
         # Decoding times must increase, and must not be later than presentation times.
-        ordered = np.maximum.accumulate(ordered - np.arange(len(ordered))) + np.arange(len(ordered))
-        delay = int((ordered - packets.times).max(initial=0))
+        sorted_times = np.maximum.accumulate(sorted_times - np.arange(len(sorted_times))) + np.arange(len(sorted_times))
+        delay = int((sorted_times - packets.times).max(initial=0))
         shift = delay + round((1 - start) / self._unit)  # leave a second, because the audio may begin a little earlier
         self.start = start + shift * self._unit
-        self._times, self._decoding_times = packets.times + shift, ordered + shift - delay
+        self._times, self._decoding_times = packets.times + shift, sorted_times + shift - delay
         self._first_packets = [first for first, _ in packets.restarts]
         self.offsets = [(shift + offset) * self._unit for _, offset in packets.restarts]
         self._num_written, self._last_key = 0, NO_TIME

@@ -137,7 +137,7 @@ def displayed_frames(
     import av
 
     stream = find_track(container, timeline.track)
-    unit, upright = stream.time_base or ONE, UprightFilter(timeline.shape)
+    unit, upright_filter = stream.time_base or ONE, UprightFilter(timeline.shape)
     packet_index = 0
     for packet in container.demux(stream):
         if packet.size and not timeline.is_continuous:
@@ -153,7 +153,7 @@ def displayed_frames(
         for frame in frames:
             time = frame.dts if frame.pts is None else frame.pts
             if time is not None:
-                yield time * unit - timeline.start, upright.apply(frame)
+                yield time * unit - timeline.start, upright_filter.apply(frame)
 
 
 class UprightFilter:
@@ -164,8 +164,8 @@ class UprightFilter:
     """
 
     def __init__(self, shape: Shape, *, aspect: Fraction = ONE) -> None:
-        square = [("scale", {"w": f"2*round(iw*{aspect}/2)", "h": "ih"})] if aspect != ONE else []
-        filters = [*shape.crop_filters(), *square, *shape.orientation_filters()]
+        square_filters = [("scale", {"w": f"2*round(iw*{aspect}/2)", "h": "ih"})] if aspect != ONE else []
+        filters = [*shape.crop_filters(), *square_filters, *shape.orientation_filters()]
         self._filters = [*filters, ("copy", {})] if filters else []  # copy, because a flip only reverses the line order
         self._graph: Any = None
         self._graph_key: tuple[int, int, str] | None = None
@@ -185,5 +185,5 @@ class UprightFilter:
             steps = [buffer, *(self._graph.add(name, None, **options) for name, options in self._filters)]
             self._graph.link_nodes(*steps, self._graph.add("buffersink")).configure()
         self._graph.vpush(frame)
-        upright: av.VideoFrame = self._graph.vpull()
-        return upright
+        upright_frame: av.VideoFrame = self._graph.vpull()
+        return upright_frame

@@ -61,30 +61,30 @@ def times_in_display_order(
     Returns:
         Repaired times in file order, and in display order. At a restart, both decrease at the same index.
     """
-    display: list[int] = []
+    display_order: list[int] = []
     reference = None
     for row, is_bidirectional in enumerate(is_b.tolist()):
         if is_bidirectional:
-            display.append(row)
+            display_order.append(row)
         else:
-            display += [] if reference is None else [reference]
+            display_order += [] if reference is None else [reference]
             reference = row
-    display += [] if reference is None else [reference]
-    repaired_times, expected_time = times.copy(), int(times[display[0]])
-    for row in display:
+    display_order += [] if reference is None else [reference]
+    repaired_times, expected_time = times.copy(), int(times[display_order[0]])
+    for row in display_order:
         length, error = int(durations[row]), abs(int(times[row]) - expected_time)
         if error > _MAX_GUESS_FRAMES * length or error < length * _ROUNDING:
             expected_time = int(times[row])
         repaired_times[row] = expected_time
         expected_time += length
-    return repaired_times, repaired_times[display]
+    return repaired_times, repaired_times[display_order]
 
 
 def restart_times(times: NDArray[np.int64], is_key: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return times that decrease only where timestamps restart, for containers without decoding times.
 
-    A keyframe is displayed after all frames that precede it in the file. If its time is before theirs, timestamps
-    restart.
+    A keyframe is displayed after all frames that precede it in the file. If one of these frames has a later time than
+    the keyframe, timestamps restart.
     """
     latest_times = np.maximum.accumulate(times)
     restarts = np.flatnonzero(is_key[1:] & (times[1:] < latest_times[:-1])) + 1
@@ -132,14 +132,14 @@ def find_restarts(
 
 def gap_notes(times: NDArray[np.int64], *, unit: Fraction, start: Fraction) -> list[str]:
     """Return a note if some pauses between frames are much longer than a frame."""
-    in_order = np.sort(times)
-    steps = np.diff(in_order)
+    sorted_times = np.sort(times)
+    steps = np.diff(sorted_times)
     if not len(steps):
         return []
     gaps = np.flatnonzero(steps > max(_GAP_S / float(unit), _GAP_FRAMES * float(np.median(steps))))
     if not len(gaps):
         return []
-    begin_s, length_s = float(int(in_order[gaps[0]]) * unit - start), float(int(steps[gaps[0]]) * unit)
+    begin_s, length_s = float(int(sorted_times[gaps[0]]) * unit - start), float(int(steps[gaps[0]]) * unit)
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
     return [f"no frames for {length_s:.1f} s from {begin_s:.2f} s{more}: the last frame remains displayed"]
 

@@ -214,7 +214,7 @@ class RemoteFiles:
             _publish(local / _ETAGS_FILE, json.dumps(etags).encode())
         if replaced_folders:
             folders, sha256 = commit_folders(local), read_contents_or_empty(local).files[COMMIT_TABLE_FILE]
-            confirm_folders(local, sha256=sha256, folders=folders, except_for=folders.keys() - replaced_folders)
+            confirm_folders(local, sha256=sha256, folders=folders, omitted_folders=folders.keys() - replaced_folders)
 
     def _records_of_table(self, folder: str, local: Path, listed: dict[str, ObjectInfo]) -> dict[str, Commit]:
         """Copy the table of commits; return its unchanged records by name, including records of deleted commits."""
