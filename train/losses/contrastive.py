@@ -1,12 +1,12 @@
-"""Base classes for contrastive objectives: the loss of a global batch, and the gradients of this loss.
+"""Base classes for contrastive objectives. An objective computes the loss of a global batch and its gradients.
 
 The global batch contains the pairs of all ranks, in the order of the ranks.
 
 Shape suffixes: b pairs on this rank, B pairs in the global batch, E embedding width, R pairs in a microbatch or rows in
 a block.
 
-The loss needs all embeddings of the global batch together, but the activations of all samples need not be in memory
-together (GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the
+The loss needs the embeddings of the entire global batch at the same time, but not the activations of all samples
+(GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the
 gradients of the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same
 dropout, and backpropagates the microbatch's slice of these gradients.
 
@@ -19,7 +19,7 @@ provide the weights W_ij, which are the derivatives of the loss with respect to 
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and a separate value for each positive pair (i = j)
 
 Here, x_i stands for a few values per clip, and y_j for a few values per caption. The ranks exchange these values. The
-closed form makes three passes over blocks of the similarity matrix, and does not copy the matrix.
+closed form makes at most three passes over each similarity matrix, block by block, and does not copy the matrix.
 """
 
 import math
@@ -40,7 +40,7 @@ from clipmill.train.losses.settings import LOSSES, Loss
 # Value that replaces the similarity of a positive pair, so that no loss treats the pair as a negative. The value is
 # finite, because 0 times infinity would be NaN.
 MASK_VALUE = -1e4
-# Number of similarities per block (8 MB in float32), so that a block and its temporary copies fit in the CPU cache.
+# Number of similarities per block. A block (8 MB in float32) and its temporary copies fit in the CPU cache.
 _BLOCK = 1 << 21
 
 # The function h of the module docstring. Its arguments are a block of similarities [R, B], and K values per row
@@ -49,9 +49,9 @@ Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Similarities:
-    """Similarities of this rank's clips with all captions of the global batch, and of its captions with all clips.
+    """Similarities between this rank's clips and all captions, and between this rank's captions and all clips.
 
-    The similarities are not tracked by autograd.
+    All captions and clips belong to the global batch. The similarities are not tracked by autograd.
 
     Args:
         video_bE: Unit-length embeddings of this rank's clips. Half-precision embeddings are cast to float32, because
@@ -210,11 +210,11 @@ def _widen(features: torch.Tensor) -> torch.Tensor:
     return features.float() if features.dtype in (torch.bfloat16, torch.float16) else features
 
 
-# Function that converts a batch to the model's arguments, and may draw numbers from torch's generators.
+# Function that converts a batch to the model's arguments, and may draw random numbers from torch's generators.
 Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-_TOLERANCE = 1e-5  # maximum rounding difference between a clip's similarities with two equal captions
+_TOLERANCE = 1e-5  # maximum rounding difference between a clip's similarities to two equal captions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Contrast:
         video_grad_bE: Gradient with respect to the embeddings of this rank's clips.
         text_grad_bE: Gradient with respect to the embeddings of this rank's captions.
         parameter_grads: Gradients with respect to the objective's parameters, by parameter name.
-        metrics: Scalars to log. They are the same on all ranks.
+        metrics: Scalars to log. Their values are the same on all ranks.
     """
 
     loss: torch.Tensor
@@ -269,7 +269,8 @@ class ContrastiveObjective(Objective):
     """
 
     logit_scale: nn.Parameter | None
-    # Class that gathers embeddings from all ranks. `train bench` replaces it to compare two implementations.
+    # Class that gathers the embeddings and computes similarities. `train bench` replaces this class to compare two
+    # implementations.
     exchange: type[Similarities] = Similarities
 
     def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
@@ -327,7 +328,7 @@ class ContrastiveObjective(Objective):
                     if (parameter := self.get_parameter(name)).requires_grad:
                         gradient = step.scale(gradient).to(parameter.dtype)
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                # A clip counts as correct even if another pair has the same caption, which is equally near.
+                # If another pair has the same caption, both captions are equally near, and the clip counts as correct.
                 is_correct_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
                 num_correct = step.world.sum(is_correct_b.to(contrast.loss.dtype).sum())
                 metrics["loss"] = contrast.loss
@@ -345,7 +346,7 @@ class ContrastiveObjective(Objective):
 
 
 def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
-    """Backpropagate a loss of all embeddings through the model, `step.microbatch` samples at a time.
+    """Backpropagate a loss over all embeddings through the model, `step.microbatch` samples at a time.
 
     Args:
         gradients: Function that takes this rank's clip and caption embeddings, [b, E] each, and returns the gradients
@@ -374,7 +375,7 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
         grads_bE = gradients(video_bE, text_bE)
     sizes = [len(video_RE) for video_RE, _ in first_pass]
     grads_RE = zip(*(grad_bE.split(sizes) for grad_bE in grads_bE), strict=True)
-    # The second pass omits a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
+    # The second pass skips a frozen tower. (A wrapper for data parallelism stores the model in `module`.)
     has_frozen_tower = getattr(getattr(model, "module", model), "has_frozen_tower", False)
     options = {"skips_frozen": True} if has_frozen_tower else {}
     for index, (microbatch, grads) in enumerate(zip(microbatches, grads_RE, strict=True)):
@@ -450,7 +451,7 @@ LossFunction = Callable[[Pairs, Loss], torch.Tensor]
 class AutogradObjective(ContrastiveObjective):
     """Objective whose gradients are computed by autograd.
 
-    The loss is a function in a row of `LOSSES`. A loss with additional parameters is a subclass.
+    The loss function comes from a row of `LOSSES`. A loss with additional parameters is defined as a subclass instead.
     """
 
     def value(self, pairs: Pairs) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Shape suffixes: b pairs on this rank, B pairs in the global batch, C columns in the state of a clip or caption.
 
 In the paper, g_i compares pair i with all other pairs of the *training set*. A single batch gives only a rough estimate
-of g_i. The moving average u_i of the estimates from all visits of pair i is more accurate. In the gradient of
+of g_i. The moving average u_i of the estimates from all visits to pair i is more accurate. In the gradient of
 log(epsilon + g_i), u_i replaces the value of g_i and is treated as a constant. Clips and captions have separate IDs and
 averages, because a clip may have a different caption in each epoch.
 
@@ -44,7 +44,7 @@ class Modality:
         table: State of all clips, or of all captions, in the training set.
         num_ids: Number of clip IDs, or of caption IDs, in the training set.
         ids_B: IDs of the clips or captions in the global batch.
-        group_B: Group of each ID (`groups`).
+        group_B: Group index of each ID (`groups`).
         state_BC: Rows of the table for these IDs, before the step.
         temperature_B: Temperature of each clip or caption.
     """
@@ -59,11 +59,11 @@ class Modality:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimates of g for one modality, including the current batch.
+    """Estimates of g for one modality, updated with the current batch.
 
     Attributes:
         pair_B: Similarities of the positive pairs.
-        extra_B: `extra_values` of all ranks.
+        extra_B: Results of `extra_values`, gathered from all ranks.
         log_g_B: Logarithm of g_i, estimated from this batch.
         log_u_B: Logarithm of the updated average u_i.
         log_inner_B: log(epsilon + u_i).
@@ -110,7 +110,7 @@ class GlobalContrast(ContrastiveObjective):
         self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *extra_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the temperature [B] of each row of a table's state."""
+        """Return the temperature for each row of a table's state, [B]."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ class GlobalContrast(ContrastiveObjective):
     def extra_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return additional values [b] of this rank's clips or captions, which `next_state` needs from all ranks.
+        """Return additional values [b] for this rank's clips or captions. `next_state` receives all ranks' values.
 
         Args:
             rows_bB: Similarities, with a row per clip or caption.
@@ -136,7 +136,7 @@ class GlobalContrast(ContrastiveObjective):
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], log_scale_gradient: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of the objective's parameters, by name.
+        """Return the gradients with respect to the objective's parameters, by name.
 
         Args:
             estimates: Estimates for clips and for captions.
@@ -145,7 +145,7 @@ class GlobalContrast(ContrastiveObjective):
         return {}
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return the loss with the gradient estimators of equations 2 to 7, and update the averages.
+        """Return the loss and its gradients, estimated by equations 2 to 7, and update the averages.
 
         Raises:
             UserError: The clips have no IDs, or an ID is out of range.
@@ -246,7 +246,7 @@ def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
 
 
 # Moving averages are stored as logarithms. At tau = 0.01, exp((s_ij - s_ii) / tau) overflows float32 if a negative's
-# similarity exceeds the positive pair's by 0.89, and underflows if a sample is well separated. log u does neither.
+# similarity exceeds the positive pair's by 0.89, and underflows if a sample is well separated. log u avoids both.
 
 UNSEEN = -math.inf  # log u before the first visit
 
@@ -254,13 +254,13 @@ UNSEEN = -math.inf  # log u before the first visit
 def inner_rate(
     epoch: int, *, minimum: float, schedule: GammaSchedule, num_epochs: int, convention: Convention
 ) -> float:
-    """Return gamma, the weight of the new value in the averages, for epochs 0, 1, ... (FastCLIP, section 5).
+    """Return gamma, the weight of the new value in the averages, for an epoch 0, 1, ... (FastCLIP, section 5).
 
     Gamma is constant within an epoch. In the public code, even the constant schedule uses gamma = 1 in epoch 0.
 
     Args:
         minimum: Constant value, or final value of the cosine schedule.
-        num_epochs: Number of epochs of the cosine schedule.
+        num_epochs: Length of the cosine schedule in epochs.
     """
     if schedule == "constant":
         return 1.0 if convention == "fast_clip" and epoch == 0 else minimum
@@ -270,7 +270,7 @@ def inner_rate(
 
 
 def groups(ids_B: torch.Tensor) -> torch.Tensor:
-    """Return a group number for each ID, int64 [B], 0 to B - 1. Equal IDs have equal numbers.
+    """Return a group index for each ID, int64 [B], 0 to B - 1. Equal IDs have equal indices.
 
     This function does not synchronise with the device.
     """
@@ -385,7 +385,7 @@ class SharedTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._follows_code else {"temperature": gradient}
 
     def learning_rate(self, model_lr: float) -> Scalar:
-        """Return the learning rate of the temperature; for v3, a tensor, divided by 3 while `is_slow` is True."""
+        """Return the learning rate of the temperature; for v3, a tensor, which is divided by 3 while `is_slow` is set."""
         temperature_lr = super().learning_rate(model_lr)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr

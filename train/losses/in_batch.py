@@ -1,8 +1,8 @@
 """Contrastive losses without per-sample state: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
 
-The function `info_nce` is the reference implementation of InfoNCE. It is differentiated by autograd. Training uses the
-classes, which compute gradients in closed form, block by block. They do not store the logits and probabilities that
-autograd would store, and take half of the CPU time (docs/losses.md).
+The function `info_nce` is the reference implementation of InfoNCE, and is differentiated by autograd. Training uses the
+classes, which compute gradients in closed form, block by block. The classes do not store the logits and probabilities
+that autograd would store, and take half the CPU time (docs/losses.md).
 
 Shape suffixes: b pairs on this rank, B pairs in the global batch (all ranks), E embedding width, R rows in a block.
 """
@@ -29,15 +29,15 @@ from clipmill.train.losses.contrastive import (
 )
 from clipmill.train.losses.settings import Loss
 
-_INITIAL_BIAS = -10.0  # value of Zhai et al. 2023: most pairs are negative, so a low bias keeps first gradients small
+_INITIAL_BIAS = -10.0  # from Zhai et al. 2023: most pairs are negative, so a low bias keeps the first gradients small
 
 
 def info_nce(pairs: Pairs, settings: Loss) -> torch.Tensor:
     """Return InfoNCE, the loss of CLIP (van den Oord et al. 2018, eq. 4; Radford et al. 2021, figure 3).
 
-    InfoNCE is the mean of two cross-entropies: of each clip's caption among all captions in the global batch, and of
-    each caption's clip among all clips. The class `InfoNCE` computes the same value and gradients
-    (tests/train/losses/test_closed_forms.py).
+    InfoNCE is the mean of two cross-entropies: one identifies each clip's caption among all captions in the global
+    batch, and the other one identifies each caption's clip among all clips. The class `InfoNCE` computes the same value
+    and gradients (tests/train/losses/test_closed_forms.py).
 
     If a batch contains two equal captions, each caption is a negative for the clip of the other caption, as in CLIP.
     The loss is then lowest if both captions have the same probability. Equal captions raise the minimum of the loss,
@@ -131,9 +131,9 @@ class SigLIP(ContrastiveObjective):
         def weights(similarity_RB: torch.Tensor, values_0: torch.Tensor) -> torch.Tensor:
             return (similarity_RB * scale).add_(bias).sigmoid_().mul_(scale / num_pairs)
 
-        none_0B = pair_B.new_empty((0, num_pairs))
+        no_values_0B = pair_B.new_empty((0, num_pairs))
         video_grad_bE, text_grad_bE = similarities.gradients(
-            weights, clips_KB=none_0B, captions_KB=none_0B, pair_B=-scale / num_pairs * miss_B
+            weights, clips_KB=no_values_0B, captions_KB=no_values_0B, pair_B=-scale / num_pairs * miss_B
         )
         return Contrast(
             loss=(negative_loss + functional.softplus(-(scale * pair_B + bias)).sum()) / num_pairs,
@@ -188,7 +188,7 @@ class MaxMargin(ContrastiveObjective):
 
 
 def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
-    """Return two values per row, [2, b]: the sum of the excesses over the limit, and their number."""
+    """Return two values per row, [2, b]: the sum of the excesses over the limit, and the number of excesses."""
     parts = []
     for rows in blocks(similarity_bB):
         excess_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)

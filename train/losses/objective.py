@@ -1,4 +1,4 @@
-"""Interface of training objectives: a task's loss, which the training loop calls with the model and a batch."""
+"""Interface of training objectives. The training loop calls a task's objective with the model and a batch."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,8 +22,8 @@ class Objective(nn.Module):
         """Accumulate this rank's gradients in the parameters of the model and the objective.
 
         The average of these gradients over the ranks is the gradient of the loss of the global batch. This method must
-        not synchronise with the device. Everything that the host needs to know about a batch is in CPU tensors of the
-        batch.
+        not synchronise with the device. Everything that the host needs to know about a batch is stored in the
+        batch's CPU tensors.
 
         Returns:
             Metrics to log, the same on all ranks. `loss` is the loss of the global batch. Values computed on the device

@@ -25,7 +25,7 @@ class LossSpec:
         loss: Function of `Pairs` and settings, differentiated by autograd; or a subclass of ContrastiveObjective, for
             gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs the
             loss.
-        settings: Settings `--loss.*` that this loss uses but other losses may not, with their published defaults. None
+        settings: `--loss.*` settings of this loss that other losses may not use, with their published defaults. None
             means that the setting is off by default. `convention`, `min_temperature` and `epsilon` are not listed,
             because they are accepted with every loss.
     """
@@ -194,7 +194,7 @@ class Loss(Choice):
         return {spec.name: spec.settings for spec in LOSSES.list_usable()}
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the loss does not use."""
+        """Yield errors for settings that the loss does not use, and for a temperature below the minimum."""
         spec = LOSSES.find_usable(self.kind)
         if spec is None:
             return

@@ -189,9 +189,9 @@ def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says
     write_shard(data_dir, 0, chunks_of("only", 40), split="train")
     write_captions(data_dir, {"only": "train"}, [Caption("only", 0, 1, "text")])
     assert train("mae", "--shards", data_dir, *TINY, "--steps", 1, "--batch", 2, "--out", run.path) == 0
-    assert "reconstruction: split train, which the model was trained on" in capsys.readouterr().out
+    assert "reconstruction: split train (the training split)" in capsys.readouterr().out
     assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 2
-    assert "train, which the model was trained on, because val cannot be used" in run.page.read_text()
+    assert "train (the training split), because val cannot be used" in run.page.read_text()
 
 
 def test_latents_are_shown_in_false_colours(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Evaluation of a classifier: top-1, top-5 and mean class accuracy on a split, and the classes of a run.
 
-The probabilities of a clip's classes are the softmax of the logits, averaged over the clip's views. The probability of
+A clip's class probabilities are the softmax of the logits, averaged over the clip's views. The probability of
 a verb or noun in EPIC-KITCHENS-100 is the sum of the probabilities of all actions with this verb or noun, or 0 if there
-are none.
+are no such actions.
 
 Shape suffixes: N samples, B batch, V views, K classes, M marginal classes (verbs or nouns).
 """
@@ -60,7 +60,7 @@ def ranks(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Return two bools per clip, [B, 2]: True if the correct class is first, and True if it is among the first five."""
+    """Return two bools per clip, [B, 2]: whether the correct class is first, and whether it is among the first five."""
     return torch.stack([ranks(probabilities_BK, label_B) <= k for k in _TOP], dim=1)
 
 
@@ -90,12 +90,12 @@ class Tally:
         self.num_samples.index_add_(0, label_B, torch.ones_like(label_B))
 
     def metrics(self) -> dict[str, float]:
-        """Return `top1` and `top5`, and `mean_class`, the mean of the top-1 accuracies of all classes with samples."""
+        """Return `top1`, `top5` and `mean_class` (the mean top-1 accuracy over all classes that have samples)."""
         total = int(self.num_samples.sum())
         top1, top5 = (self.num_right.sum(dim=0).double() / max(total, 1)).tolist()
         has_samples = self.num_samples > 0
-        by_class = self.num_right[has_samples, 0].double() / self.num_samples[has_samples].double()
-        return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
+        accuracies = self.num_right[has_samples, 0].double() / self.num_samples[has_samples].double()
+        return {"top1": top1, "top5": top5, "mean_class": accuracies.mean().item() if len(accuracies) else 0.0}
 
 
 @dataclass
@@ -104,7 +104,7 @@ class ClassTallies:
 
     Attributes:
         tallies: Tally of each kind of class, by label.
-        parts: Verb or noun of each class, int64 [K], by label; empty if the classes are not actions.
+        parts: Index of each class's verb or noun, int64 [K], by label; empty if the classes are not actions.
         predictions: Predictions for each kind of class, by label.
     """
 
@@ -185,8 +185,8 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split. All ranks must call this function.
 
     Args:
-        inputs: Function that takes a batch and returns clips [B, C, T, H, W]. The frames of a clip's views follow one
-            another.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W], where T counts the frames of all
+            views, view after view.
         num_views: Number of views per clip.
 
     Raises:
@@ -222,7 +222,7 @@ def score_run(opened: OpenedRun, flags: ClassificationFlags) -> Score:
     """Score the latest checkpoint of a run on all clips of a split.
 
     Raises:
-        UserError: The split has no clips, or the class files do not fit the classes.
+        UserError: The split has no clips, or the class files do not match the classes.
         FailedWork: No clip could be decoded, or logits are not finite.
     """
     opened.require_complete()

@@ -45,10 +45,10 @@ def adopted_classifier(source: Source, path: Path, *, say: Say) -> AdoptedModel 
             size_px=frame_px_of(source, default=ClassifySettings.size_px),
         )
         settings = effective_clip_settings(settings, source, say=say)
-    say(f"weights: clips of {settings.num_frames} frames, every {_STRIDE}th of a video, as in VideoMAE's fine-tuning")
+    say(f"weights: clips of {settings.num_frames} frames, every {_STRIDE}th frame, as in VideoMAE's fine-tuning")
     names = _class_names(config.get("id2label"), num_classes=len(head), path=path)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)) and names:
-        say(f"weights: id2label in {path / 'config.json'} lists only numbers; replace these with class names")
+        say(f"weights: id2label in {path / 'config.json'} lists only placeholders; replace them with class names")
     size = match_size(size_of(settings.model, settings.towers), source)
     return AdoptedModel(
         settings=settings,

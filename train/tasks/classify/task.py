@@ -53,7 +53,7 @@ _HEAD_STD = {"clip": 0.01, "videomae": 2e-5, LIBRARY: 0.01}
 class VideoClassifier(nn.Module):
     """Classifier of clips: a video tower, dropout, and a linear layer with small initial weights.
 
-    The feature vector of a clip is the class token of a CLIP tower before the projection, the embedding of a library's
+    The feature vector of a clip is the class token of a CLIP tower before the projection, the embedding of a library
     tower, or the mean of all tokens of a videomae tower. After the mean, a layer norm replaces the last norm of the
     videomae tower, as in VideoMAE's fine-tuning.
 
@@ -171,7 +171,7 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(
-                f"all clips of split {settings.split!r} belong to the class {name!r}, but at least two are needed",
+                f"all clips of split {settings.split!r} belong to the class {name!r}, but two classes are needed",
                 hint="use more data, or a different --label",
             )
         if settings.evaluate.every:
@@ -349,13 +349,13 @@ class SoftCrossEntropy(Objective):
         def compute_loss(rows: slice) -> torch.Tensor:
             clips_RCTHW = self._inputs(batch, rows)
             if mix != NO_MIX:
-                opposite = slice(num_samples - rows.stop, num_samples - rows.start)
-                partners = clips_RCTHW if opposite == rows else self._inputs(batch, opposite)
+                partner_rows = slice(num_samples - rows.stop, num_samples - rows.start)
+                partners = clips_RCTHW if partner_rows == rows else self._inputs(batch, partner_rows)
                 clips_RCTHW = mix_clips(clips_RCTHW, partners.flip(0), mix)
             with step.autocast():
                 logits_RK = model(clips_RCTHW)
-            # Weight the loss by the microbatch's fraction of the batch, so that the sum of all microbatches is the mean
-            # over the batch.
+            # Weight the loss by the microbatch's fraction of the batch, so that the microbatch losses add up to the
+            # mean over the batch.
             fraction = (rows.stop - rows.start) / num_samples
             return soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * fraction
 

@@ -42,7 +42,7 @@ from clipmill.train.data.relevancy import (
 from clipmill.train.tasks.dual_encoder.protocols import Embeddings, EmbedTexts
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
-_LOST_CAPTIONS = re.compile(r"captions lost: (\d+)$")  # clipmill.manifests.adapters.reading
+_LOST_CAPTIONS = re.compile(r"captions lost: (\d+)$")  # written by clipmill.manifests.adapters.reading
 # Minimum fraction of clips that have relevancy 1 for their own sentence. The limit is below 1, because narrations with
 # the same text may have different classes.
 _MIN_CORRECT_FRACTION = 0.5
@@ -88,9 +88,9 @@ class MirTable:
             Rows in ascending order, and the index of each row's clip in `caption_ids`.
         """
         index = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
-        with_row = np.flatnonzero(self.caption_ids[index] == caption_ids)
+        indices_with_row = np.flatnonzero(self.caption_ids[index] == caption_ids)
         index_by_span = np.full(int(self.span_of_N.max()) + 1, -1)
-        index_by_span[self.span_of_N[index[with_row]]] = with_row
+        index_by_span[self.span_of_N[index[indices_with_row]]] = indices_with_row
         rows = np.flatnonzero(index_by_span[self.span_of_N] >= 0)
         return rows, index_by_span[self.span_of_N[rows]]
 
@@ -140,7 +140,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
 def _count_rejected(data_dir: Path, captions: pa.Table, *, split: str) -> int:
     """Count the rejected captions in a split's annotation files.
 
-    The result is 0 for remote data, because they have no list of rejected rows.
+    The result is 0 for remote data, because remote data have no list of rejected rows.
     """
     if not (manifest_dir(data_dir) / REJECTED_FILE).exists():
         return 0
@@ -260,8 +260,8 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except _ForbiddenObject as error:
         raise UserError(
-            f"{path} contains {error}, which is not loaded: it could run code, and an array of numbers does not need "
-            "it",
+            f"{path} contains {error}, which is not loaded, because it could run code and is not part of an array of "
+            "numbers",
             hint=_HINT,
         ) from error
     # A damaged pickle may raise errors other than UnpicklingError (see the documentation of pickle.load).
@@ -278,7 +278,7 @@ _HINT = "save it as .npy: numpy.save(FILE, array)"
 
 
 class _ForbiddenObject(Exception):
-    """Error for a pickle with an object that an array of numbers does not need."""
+    """Error for a pickle that contains an object other than the parts of an array of numbers."""
 
 
 class _Dtype:
@@ -371,7 +371,7 @@ class EgoMcqScorer:
         questions: Questions whose clips are all in the data.
         ids: Caption IDs of each question's clips.
         source: Name of the question file.
-        num_in_file: Number of questions in this file.
+        num_in_file: Number of questions in the question file.
     """
 
     questions: tuple[Question, ...]
@@ -420,7 +420,7 @@ class EgoMcqScorer:
 
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
-    """Return True if the clip at index `answer` is nearer than all other clips. NaN counts as not nearer."""
+    """Return True if the clip at index `answer` is nearer than all other clips. The result is False if a value is NaN."""
     other_similarities = np.delete(similarity, answer)
     return bool((other_similarities < similarity[answer]).all())
 

@@ -122,15 +122,16 @@ def retrieval_examples(
 
 def choose_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> list[int]:
     """Return the indices of example texts, alternating between rank 1 (a correct clip is first) and other ranks."""
-    correct, incorrect = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
-    num_incorrect = min(len(incorrect), max(at_most // 2, at_most - len(correct)))
-    groups = ((correct, min(len(correct), at_most - num_incorrect)), (incorrect, num_incorrect))
+    correct_texts, incorrect_texts = np.flatnonzero(rank_M == 1).tolist(), np.flatnonzero(rank_M > 1).tolist()
+    num_incorrect = min(len(incorrect_texts), max(at_most // 2, at_most - len(correct_texts)))
+    num_correct = min(len(correct_texts), at_most - num_incorrect)
+    groups = ((correct_texts, num_correct), (incorrect_texts, num_incorrect))
     examples = (evenly_spaced_items(texts, at_most=count) if texts and count else [] for texts, count in groups)
     return [text for text in chain.from_iterable(zip_longest(*examples)) if text is not None]
 
 
 class Scorer(Protocol):
-    """Interface that scores embeddings with a protocol whose files have been read."""
+    """Interface for scoring embeddings with a protocol, after the protocol's files have been read."""
 
     @property
     def definition(self) -> str:
@@ -198,7 +199,7 @@ class MirScorer:
         return {**scores, "relevancy": self.table.source, "coverage": coverage, "incomplete": incomplete}
 
     def ranking(self, match: "MirMatch", sample_N: NDArray[np.int64]) -> Ranking:
-        """Return a ranking for examples, with evenly spaced sentences that have a clip of relevancy 1.
+        """Return a ranking of evenly spaced sentences for examples, omitting sentences without a clip of relevancy 1.
 
         Args:
             sample_N: Index of the sample of each embedding, int64.
@@ -398,7 +399,8 @@ def score_run(opened: OpenedRun, flags: RetrievalFlags | MirFlags | EgoMcqFlags 
         player = open_player(settings, split=evaluation.split)
         examples = retrieval_examples(ranking, samples, num_frames=settings.num_frames, player=player)
         values = {**values, "examples": examples}
-    # Each combination of protocol and settings has a separate result file. A later evaluation replaces this file.
+    # Each combination of protocol and settings has a separate result file. A later evaluation with
+    # the same combination replaces the file.
     parts: list[str] = [evaluation.protocol, evaluation.split]
     parts += [path.stem for path in (evaluation.relevancy, evaluation.classes) if path is not None]
     parts += [] if evaluation.label is None else [evaluation.label]

@@ -83,7 +83,7 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
 def adopted_clip(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
     """Convert CLIP weights to a dual encoder.
 
-    The result is None if the weights have no text tower, or if the video tower is neither CLIP's nor from a library.
+    Return None if the weights lack a text tower, or if the video tower is neither CLIP's nor from a library.
     """
     tensors, towers = source.converted.tensors, source.facts.towers
     is_library = source.kind == LIBRARY and {"image", "text"} <= towers.keys()
@@ -135,7 +135,7 @@ def exported_clip(request: ExportRequest) -> Export:
     _require_clip(request.weights)
     size, side_px = request.shape.size, settings.size_px
     towers = image_towers(request.weights, rule=request.frame_embedding)
-    remarks = [f"{limitation}; kept in {EXTRAS_FILE}" for limitation in towers.limitations]
+    remarks = [f"{limitation}; the original tensors are kept in {EXTRAS_FILE}" for limitation in towers.limitations]
     if log_scale is None:
         remarks.append(
             "the loss had no single temperature: the exported temperature is 0.07, the initial value of CLIP"

@@ -224,7 +224,7 @@ def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the nDCG of each query, [Q]; NaN if all its relevancies are 0.
+    """Return the nDCG of each query, [Q]; NaN if all relevancies are 0.
 
     Args:
         ranked_QG: Relevancies of the items, in the order of each query's ranking.
@@ -277,13 +277,13 @@ def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     size = relevancy_QG.shape[1]
     mean_inverse_rank = (1 / np.arange(1, size + 1)).sum() / size
-    others_Q = relevancy_QG.sum(axis=1) - 1
-    expected_Q = mean_inverse_rank + others_Q / max(size - 1, 1) * (1 - mean_inverse_rank)
+    other_relevancy_Q = relevancy_QG.sum(axis=1) - 1
+    expected_Q = mean_inverse_rank + other_relevancy_Q / max(size - 1, 1) * (1 - mean_inverse_rank)
     return np.where((relevancy_QG == 1).any(axis=1), expected_Q, np.nan)
 
 
 def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the expected nDCG of each query for a random ranking, [Q]; NaN if all its relevancies are 0.
+    """Return the expected nDCG of each query for a random ranking, [Q]; NaN if all relevancies are 0.
 
     The expected relevancy at each rank is the mean relevancy.
     """
@@ -297,8 +297,8 @@ def _divide(numerator: NDArray[np.float64], denominator: NDArray[Any]) -> NDArra
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
-    finite = values[~np.isnan(values)]
-    return float(finite.mean()) if len(finite) else None
+    finite_values = values[~np.isnan(values)]
+    return float(finite_values.mean()) if len(finite_values) else None
 
 
 def _mean_of_two(first: float | None, second: float | None) -> float | None:

@@ -42,7 +42,7 @@ from clipmill.train.tasks.dual_encoder.spec import ProtocolName, RetrievalName
 _KEY_BYTES = 8
 _TEXTS_PER_BATCH = 256
 
-# Function that returns unit-length embeddings of texts, [M, E].
+# Function that takes texts and returns their unit-length embeddings, [M, E].
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
@@ -88,7 +88,7 @@ def embed_all(
     """Embed all batches of this rank with a model in evaluation mode.
 
     Args:
-        num_clips: Number of temporal views per clip. The frames of the views follow one another in a batch. The
+        num_clips: Number of temporal views per clip. A batch contains the frames of a clip's views one after another. The
             embedding of a clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:
@@ -113,7 +113,7 @@ def embed_all(
                 video_BE.cpu().numpy(),
                 text_BE.float().cpu().numpy(),
                 text_keys(captions.cpu().numpy()),
-                # Copy the IDs, because later batches reuse their memory.
+                # Copy the IDs, because later batches reuse the memory of these tensors.
                 *(column.cpu().clone().numpy() for column in ids),
             )
         )
@@ -207,8 +207,8 @@ class RetrievalProtocol:
     Attributes:
         title: Title of the results table.
         definition: Description of queries, galleries and correct pairs, with the source.
-        num_videos: Number of videos in the test set; None if it is not fixed.
-        num_captions: Number of captions per video; None if it is not fixed.
+        num_videos: Number of videos in the test set; None if the protocol does not fix this number.
+        num_captions: Number of captions per video; None if the protocol does not fix this number.
     """
 
     title: str
@@ -394,7 +394,7 @@ class RetrievalScorer:
 
     @property
     def definition(self) -> str:
-        """Definition of the protocol and of dual softmax."""
+        """Definition of the protocol and, if used, of dual softmax."""
         dual = "" if self.temperature is None else f"; dual softmax: {_dual_softmax_rule(self.temperature)}"
         return PROTOCOLS[self.name].definition + dual
 
@@ -437,7 +437,7 @@ class RetrievalScorer:
         return result
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics that are logged during training. Metrics with dual softmax have separate names."""
+        """Return the metrics to log during training. Metrics with dual softmax have separate names."""
         metrics: dict[str, float] = {}
         for kind in ("", "dual_softmax"):
             scores = result.get(kind, {}) if kind else result

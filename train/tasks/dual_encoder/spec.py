@@ -95,7 +95,7 @@ class DualEncoderEvaluation(EvaluationSettings):
         return _METRICS.get(protocol, ()) + (_retrieval_metrics(_SOFTMAX) if has_softmax else ())
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield an error for each flag whose protocols are not used by any evaluation."""
+        """Yield an error for each flag that applies only to protocols that no evaluation uses."""
         try:
             protocols_in_use = {data.protocol or self.protocol for data in self.evaluated_data()}
         except UserError:
@@ -112,10 +112,10 @@ class DualEncoderEvaluation(EvaluationSettings):
                 )
 
     def find_protocol(self, name: str) -> ProtocolName:
-        """Return the protocol called `name`.
+        """Return the protocol with this name.
 
         Raises:
-            UserError: There is no such protocol.
+            UserError: No protocol has this name.
         """
         protocols: dict[str, ProtocolName] = {protocol: protocol for protocol in get_args(ProtocolName)}
         if name not in protocols:
@@ -148,7 +148,7 @@ class DualEncoderSettings(LatentSettings):
     towers: Annotated[DualEncoderTowers, groups.TOWERS] = field(default_factory=DualEncoderTowers)
     init: Annotated[DualEncoderInit, groups.MODEL, groups.SEVERAL] = field(default_factory=DualEncoderInit)
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
-    """Text tower. trained: train a text tower; frozen: use stored embeddings, made by prep text, instead."""
+    """Text tower. trained: train a text tower; frozen: use stored embeddings from prep text instead."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Choice of each sample's caption."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)

@@ -1,7 +1,7 @@
 """Task `train dual-encoder`: samples, model, contrastive loss and initial weights of a CLIP-style dual encoder.
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
-If a run starts from existing weights, they determine the towers, normalisation, widths, context length and temperature.
+If a run starts from existing weights, these determine the towers, normalisation, widths, context length and temperature.
 """
 
 import math
@@ -60,7 +60,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         """Open this rank's part of the clips and captions of the training split.
 
         Raises:
-            UserError: See `samples`; or the samples, or the settings of an evaluation during training, are unsuitable.
+            UserError: See `samples`; or the samples or the settings of an evaluation during training are unsuitable.
         """
 
         def open_folder(task: DualEncoderTask) -> "FolderSamples":
@@ -253,7 +253,7 @@ _CLIP_TEMPERATURE_LOSSES = frozenset({"infonce", "mbcl"})
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """Return the settings with the values that initial weights determine: towers, normalisation, width, temperature.
+    """Return the settings, updated with the towers, normalisation, width and temperature of the initial weights.
 
     Raises:
         UserError: The weights need a feature that the towers lack, or the task does not support the tower.
@@ -270,7 +270,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         settings = replace(settings, towers=replace(settings.towers, kind=kind))
     settings = with_source_towers(settings, source, say=say)
     if (has_text := settings.text_tower == "trained") and library_width(settings.towers) is not None:
-        # Record the width, so that the run does not depend on later changes of the library's configuration.
+        # Record the width, so that later changes to the library's configuration do not affect the run.
         library_embedding = size_of(settings.model, settings.towers).embedding_width
         settings = replace(settings, towers=replace(settings.towers, embedding_width=library_embedding))
     if source is None:
@@ -312,7 +312,7 @@ def with_source_towers(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the temperature of the weights; print why and return None if the loss does not start from it."""
+    """Return the temperature of the weights; print the reason and return None if the temperature is not used."""
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None
@@ -322,9 +322,9 @@ def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> 
         is_equal = math.isclose(loss.temperature, source_temperature, rel_tol=1e-4)
         reason = "" if is_equal else f"--loss.temperature is {loss.temperature:g}"
     elif loss.kind not in _CLIP_TEMPERATURE_LOSSES:
-        reason = f"--loss.kind {loss.kind} does not start from it"
+        reason = f"--loss.kind {loss.kind} does not start from this temperature"
     elif settings.text_tower == "frozen":
-        reason = "stored text embeddings take the place of the text tower"
+        reason = "stored text embeddings replace the text tower"
     elif settings.towers.image is None and (projection is None or projection.shape[-1] != width):
         reason = "the projections are new"
     else:

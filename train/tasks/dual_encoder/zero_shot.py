@@ -18,7 +18,7 @@ Datasets of CLIP_benchmark (LAION) are image tars with the class and template fi
 
     DIR/classnames.txt                           one class per line; the first line is class 0
     DIR/zeroshot_classification_templates.txt    one template per line, with {c} for the name
-    DIR/test/0.tar, 1.tar, ...                   images with `cls`, the class number, or `txt`, one caption per line
+    DIR/test/0.tar, 1.tar, ...                   images with `cls` (class number) or `txt` (one caption per line)
                                                  (clipmill.train.tasks.dual_encoder.protocols)
 
 Two classes of a dataset may have the same name (ImageNet has two "sunglasses"), so classes are identified by number.
@@ -72,7 +72,7 @@ class ClassPrompts:
         names: Names of each class, at least one per class.
         templates: Prompt templates; {} stands for a name.
         caption_ids: IDs of the captions that have a class, int64 [N], ascending.
-        class_of_N: Class of each of these captions, int64.
+        class_of_N: Index of each of these captions' class, int64.
         source: Description of the source of the classes.
         num_without_class: Number of captions in the split that have no class.
     """
@@ -102,7 +102,7 @@ def open_class_prompts(
     Args:
         classes: Class file; None for the labels of the captions.
         templates: Template file; None for the bare names.
-        label: Name of the label; None for the only label, if any.
+        label: Name of the label; None to use the only label, if there is one.
 
     Raises:
         UserError: A file cannot be read, the label does not exist or is ambiguous, or no caption has a class.
@@ -153,7 +153,7 @@ def image_classes(pattern: str, classes: Path | None) -> ClassList:
 
 
 def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEncoderEvaluation) -> ClassPrompts:
-    """Return the classes and prompts for images with the labels of `image_classes`.
+    """Return the classes and prompts for images labelled with `image_classes`.
 
     Raises:
         UserError: See `image_classes`; or a label other than `class` was requested.
@@ -317,14 +317,14 @@ def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[
     num_of_class = np.bincount(class_of_clip_N, minlength=num_classes)
     has_clips = num_of_class > 0
     num_correct = np.bincount(class_of_clip_N, weights=is_first, minlength=num_classes)
-    by_class = num_correct[has_clips] / num_of_class[has_clips]
+    accuracies = num_correct[has_clips] / num_of_class[has_clips]
     return ZeroShot(
         num_clips=num_clips,
         num_classes=num_classes,
         num_classes_seen=int(has_clips.sum()),
         top={k: float((rank_N <= k).mean()) for k in (1, 5)},
         chance={k: min(1.0, k / num_classes) for k in (1, 5)},
-        mean_class_accuracy=float(by_class.mean()),
+        mean_class_accuracy=float(accuracies.mean()),
     )
 
 
@@ -344,7 +344,7 @@ class ZeroShotScorer:
         texts, class_of_prompt = classes.prompts()
         similarity = embeddings.video[has_class] @ class_embeddings(embed(texts), class_of_prompt).T
         scores = score_classes(similarity, class_of_clip).as_json()
-        by_class = Predictions.of(
+        class_table = Predictions.of(
             *map(torch.from_numpy, (similarity, class_of_clip)),
             rank_N=torch.from_numpy(class_ranks(similarity, class_of_clip)),
         ).by_class([names[0] for names in classes.names], title=classes.source)
@@ -358,8 +358,8 @@ class ZeroShotScorer:
             ),
             "templates": templates,
             "num_without_class": int((~has_class).sum()),
-            "majority_baseline": majority_baseline(by_class),
-            "by_class": [by_class],
+            "majority_baseline": majority_baseline(class_table),
+            "by_class": [class_table],
         }
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:

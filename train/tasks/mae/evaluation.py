@@ -40,7 +40,7 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.source import Say
 
 _CLIPS_PER_PASS = 32  # number of clips per forward pass; a training batch may be too large for one GPU
-_POWER = 4  # exponent of the distance; docs/mae.md compares it to other exponents
+_POWER = 4  # exponent of the distance; docs/mae.md compares it with other exponents
 GREY = 0.5
 ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
@@ -101,7 +101,7 @@ class Display:
 def evaluate_reconstruction(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
-    masked: MaskedClips,
+    masked_clips: MaskedClips,
     *,
     display: Display,
     autocast: Callable[[], AbstractContextManager[None]],
@@ -110,9 +110,9 @@ def evaluate_reconstruction(
     """Evaluate a model in evaluation mode. The mask of a sample depends only on the seed and the index of the sample.
 
     Args:
-        masked: Source of inputs and targets.
+        masked_clips: Source of inputs and targets.
         display: Selection of the clips and frames to display.
-        autocast: Function that returns the autocast context of the model's precision.
+        autocast: Function that returns the autocast context for the model's precision.
 
     Raises:
         FailedWork: No clip could be decoded, or predictions are not finite.
@@ -120,7 +120,7 @@ def evaluate_reconstruction(
     losses: list[torch.Tensor] = []
     failed: list[FailedSample] = []
     clips: list[ReconstructedClip] = []
-    masking = masked.masking
+    masking = masked_clips.masking
     for loaded in batches:
         failed += loaded.failed
         if not loaded.batch:
@@ -128,10 +128,10 @@ def evaluate_reconstruction(
         batch = to_device(loaded.batch, device)
         for start in range(0, len(batch["position"]), _CLIPS_PER_PASS):
             rows = slice(start, start + _CLIPS_PER_PASS)
-            clips_BCTHW, sample_B = masked.inputs(batch, rows), batch["position"][rows]
+            clips_BCTHW, sample_B = masked_clips.inputs(batch, rows), batch["position"][rows]
             masked_BN = masking.draw(sample_B, device=device, is_training=False).masked_BN
             num_masked = masking.counts.num_masked
-            targets_BMV = masked.targets(clips_BCTHW, predicted_cubes(masked_BN, count=num_masked))
+            targets_BMV = masked_clips.targets(clips_BCTHW, predicted_cubes(masked_BN, count=num_masked))
             with autocast():
                 values_BMV = model(clips_BCTHW, masked_BN, num_masked=num_masked)
             values_BMV = values_BMV.to(targets_BMV.dtype)
@@ -143,7 +143,7 @@ def evaluate_reconstruction(
                 if sample in display.samples:
                     clip = slice(row, row + 1)
                     tensors = clips_BCTHW[clip], values_BMV[clip], masked_BN[clip]
-                    frames = _render_frames(*tensors, size=masked.size, display=display)
+                    frames = _render_frames(*tensors, size=masked_clips.size, display=display)
                     key = batch["key"][start + row]
                     clips.append(ReconstructedClip(sample, key, losses_B2[row, 0].item(), *frames))
     if not losses:
@@ -163,8 +163,8 @@ def _render_frames(
     display: Display,
 ) -> list[NDArray[np.uint8]]:
     """Return the displayed frames of one clip: original, masked, and with the masked cubes filled in."""
-    # `to_display` is an affine map per channel. It does not affect predictions, because they are normalised per cube
-    # and channel.
+    # `to_display` is an affine map per channel. The map does not affect predictions, because predictions are
+    # normalised per cube and channel.
     clips = reconstruct(
         display.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
@@ -221,7 +221,7 @@ def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, gr
         ValueError: A clip has no visible cube.
     """
     if masked_BN.all(dim=1).any():
-        raise ValueError("a clip has no visible cube for the statistics")
+        raise ValueError("a clip has no visible cube to compute statistics from")
     statistics = true_statistics(values_BNVC)
     mean_BNC, std_BNC = statistics.mean_BNC.clone(), statistics.std_BNC.clone()
     lengths = (grid.steps, grid.rows, grid.columns)
@@ -273,11 +273,12 @@ _PROTOCOL = (
 )
 _PICTURE_RULES = {
     "pixels": "The model sees the cubes that are not grey. Its targets do not contain the mean and the standard "
-    "deviation of a cube. The pictures estimate both from visible cubes, weighted by distance. If a complete cube is "
-    "too bright or too dark, this estimate is the cause. Patterns within a cube come from the model.",
+    "deviation of a cube. For the pictures, both are estimated from visible cubes, weighted by distance. If a complete "
+    "cube is too bright or too dark, this estimate is the cause. Patterns within a cube come from the model.",
     "latents": "False colours: the first three channels of the latents. The model sees the cubes that are not grey. "
-    "Its targets do not contain the mean and the standard deviation of a cube's channels. The pictures estimate both "
-    "from visible cubes, weighted by distance. If a complete cube has the wrong colour, this estimate is the cause.",
+    "Its targets do not contain the mean and the standard deviation of a cube's channels. For the pictures, both are "
+    "estimated from visible cubes, weighted by distance. If a complete cube has the wrong colour, this estimate is "
+    "the cause.",
 }
 
 
@@ -338,7 +339,7 @@ def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> No
     Errors are printed, but do not make the run fail.
     """
     for folder in settings.folders:
-        # In a mixture, each folder has a separate result. A single folder's result belongs to the run's data.
+        # In a mixture, each folder has a separate result. With a single folder, the data are the run's own.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
@@ -348,7 +349,7 @@ def _reconstruct(run: RunFolder, settings: MaeSettings, *, shards: str | None, s
         try:
             evaluate(TASK, RECONSTRUCTION, run, ReconstructionFlags(split=split), shards=shards)
         except UserError as error:
-            remark = f"{settings.split}, which the model was trained on, because {split} cannot be used: {error}"
+            remark = f"{settings.split} (the training split), because {split} cannot be used: {error}"
             say(f"reconstruction{suffix}: split {remark}")
             spec = replace(RECONSTRUCTION, score=partial(score_run, split_remark=remark))
             evaluate(TASK, spec, run, ReconstructionFlags(split=settings.split), shards=shards)

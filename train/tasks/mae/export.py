@@ -16,9 +16,9 @@ from clipmill.train.weights.videomae import exported_videomae
 
 
 def adopted_autoencoder(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a VideoMAE with or without a decoder to a masked autoencoder.
+    """Convert VideoMAE weights, with or without a decoder, to a masked autoencoder.
 
-    The result is None if the weights belong to a classifier or a different model.
+    Return None if the weights belong to a classifier, or to a model other than VideoMAE.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     if source.kind != "videomae" or "head.weight" in shapes:
@@ -52,7 +52,7 @@ def exported_autoencoder(request: ExportRequest) -> Export:
         format_name=request.format_name,
         model={
             "architectures": ["VideoMAEForPreTraining"],
-            # transformers omits the encoder's last layer norm if mean pooling is on.
+            # transformers omits the encoder's last layer norm if mean pooling is enabled.
             "use_mean_pooling": False,
             "norm_pix_loss": True,
             "decoder_hidden_size": decoder.width,

@@ -83,7 +83,7 @@ class MaeTowers(Towers):
             return
         if self.kind != "videomae":
             yield UserError(
-                f"--towers.kind is {self.kind}, but train mae trains towers of the kind videomae",
+                f"--towers.kind is {self.kind}, but train mae supports only the kind videomae",
                 hint="omit it",
                 flags=("--towers.kind",),
             )
@@ -218,11 +218,11 @@ class ReconstructionFlags(Checked):
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
     """Return a table with the loss, the loss of predicting the mean of each cube, and the explained fraction."""
-    loss, flat = result["loss"], result["flat_loss"]
-    explained = 1 - loss / flat if flat else None
+    loss, flat_loss = result["loss"], result["flat_loss"]
+    explained = 1 - loss / flat_loss if flat_loss else None
     cells = (
-        Cell(f"{loss:.4f}", baseline=f"mean of each cube {flat:.4f}"),
-        Cell(f"{flat:.4f}"),
+        Cell(f"{loss:.4f}", baseline=f"mean of each cube {flat_loss:.4f}"),
+        Cell(f"{flat_loss:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )
     clips = count_noun(result["num_samples"], "clip")
@@ -266,7 +266,7 @@ TASK = TaskSpec(
     adopt=import_late("clipmill.train.tasks.mae.export:adopted_autoencoder"),
     adoptable="a VideoMAE",
     features=Features(
-        description="mean of the encoder's tokens of all cubes, none masked",
+        description="mean of the encoder's tokens over all cubes, without masking",
         inputs=lambda task: task.inputs,
         is_consecutive=lambda settings: True,
     ),

@@ -8,7 +8,7 @@ computes the targets. The loss is the mean squared error.
 Masks are drawn on the device. They depend only on the seed and the position of the sample, and not on ranks, resumption
 or microbatches.
 
-Shape suffixes: B batch of a rank, C channels, T frames, H and W pixels, F frames in a segment of latents, S time
+Shape suffixes: B clips on this rank, C channels, T frames, H and W pixels, F frames in a segment of latents, S time
 steps, P patches per step, N cubes per clip (S * P, ordered by time, row and column), M predicted cubes per clip, t
 frames and p pixels (height and width) of a cube, V values of a cube (t * p * p * C, in this order); R rows of a
 microbatch, or R and C rows and columns of patches.
@@ -44,7 +44,7 @@ from clipmill.train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from clipmill.train.weights.loading import LoadedWeights, fit_to
 from clipmill.train.weights.source import Say, Source, effective_clip_settings
 
-# Numbers of the patches in a 2 x 2 cell, counted around the cell. Patches with consecutive numbers are neighbours.
+# Indices of the patches in a 2 x 2 cell, counted around the cell. Patches with consecutive indices are neighbours.
 _CELL = ((0, 1), (3, 2))
 _CELL_PATCHES = 4
 
@@ -119,9 +119,9 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     device = starts_B.device
     cell = constant_tensor(_CELL, device, torch.int64)
     row_R1, column_C = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.columns, device=device)
-    number_P = cell[row_R1 % 2, column_C % 2].flatten()
+    index_P = cell[row_R1 % 2, column_C % 2].flatten()
     step_S1 = torch.arange(grid.steps, device=device)[:, None]
-    distance_BSP = (number_P - step_S1 - starts_B[:, None, None]) % _CELL_PATCHES
+    distance_BSP = (index_P - step_S1 - starts_B[:, None, None]) % _CELL_PATCHES
     return (distance_BSP < round(_CELL_PATCHES * (1 - ratio))).flatten(1)
 
 
@@ -129,7 +129,7 @@ def _lowest_mask(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Te
     """Return a mask of the lowest values in each row, bool [B, N].
 
     Args:
-        count: Number of values, or int64 [B, 1] for a separate number in each row.
+        count: Number of lowest values: one int for all rows, or int64 [B, 1] with a number per row.
     """
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
@@ -242,8 +242,8 @@ class MaskedReconstruction(Objective):
                     num_masked=counts.num_masked,
                     num_predicted=counts.num_predicted,
                 )
-            # Weight the loss by the microbatch's fraction of the batch, so that the sum of all microbatches is the mean
-            # over the batch.
+            # Weight the loss by the microbatch's fraction of the batch, so that the microbatch losses add up to the
+            # mean over the batch.
             return reconstruction_loss(values_RMV, targets_RMV) * ((rows.stop - rows.start) / num_samples)
 
         losses = backward_microbatches(compute_loss, num_samples=num_samples, step=step)
@@ -268,8 +268,8 @@ def normalised_cubes(
         video_BCTHW: Clips, as passed to the model.
         predicted_BM: Indices of the predicted cubes, int64.
         std: Standard deviations by which the channels were divided; None for latents. VideoMAE computes targets from
-            pixels before this division. The only difference is the effect of the constant 1e-6, so 1e-6 is also
-            divided by `std`.
+            pixels before this division. The order affects only the role of the constant 1e-6. Therefore, the
+            constant is also divided by `std`.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
@@ -401,7 +401,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return self.pixels(batch, rows, mean=IMAGENET_MEAN, std=IMAGENET_STD, is_training=is_training)
 
     def fit_all_parameters(self, model: MaskedAutoencoder, source: Source, *, say: Say) -> LoadedWeights:
-        """Fit weights to the encoder and the decoder, or only to the encoder if the weights have no decoder.
+        """Fit weights to the encoder and the decoder, or only to the encoder if the weights contain no decoder.
 
         The encoder's last norm is removed if the weights lack this norm, as with transformers' `use_mean_pooling`.
         """
