@@ -385,7 +385,7 @@ class SharedTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._follows_code else {"temperature": gradient}
 
     def learning_rate(self, model_lr: float) -> Scalar:
-        """Return the learning rate of the temperature; for v3, a tensor, which is divided by 3 while `is_slow` is set."""
+        """Return the learning rate of the temperature; for v3, a tensor, divided by 3 if `is_slow` is set."""
         temperature_lr = super().learning_rate(model_lr)
         if not self._is_v3 or isinstance(temperature_lr, torch.Tensor):
             return temperature_lr

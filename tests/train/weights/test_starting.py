@@ -255,9 +255,9 @@ def test_a_run_of_another_embedding_width_is_gone_on_from_as_it_is(data_dir: Pat
     ("changes", "reason"),
     [
         ({"loss": Loss(temperature=0.5)}, "--loss.temperature is 0.5"),
-        ({"loss": Loss(kind="fastclip-v3")}, "--loss.kind fastclip-v3 does not start from it"),
+        ({"loss": Loss(kind="fastclip-v3")}, "--loss.kind fastclip-v3 does not start from this temperature"),
         ({"towers": Towers(embedding_width=64)}, "the projections are new"),
-        ({"text_tower": "frozen"}, "stored text embeddings take the place of the text tower"),
+        ({"text_tower": "frozen"}, "stored text embeddings replace the text tower"),
     ],
 )
 def test_a_temperature_that_is_not_used_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:

@@ -106,9 +106,9 @@ def read_record(out: Path) -> dict[str, Any] | None:
 _OUT_HINT = "use a different --out"
 
 
-def require_same_work(old: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
+def require_same_work(existing_plan: Mapping[str, Any], plan: Mapping[str, Any], *, path: Path) -> None:
     """Raise a UserError that lists the differences if `path` does not contain the requested captions."""
-    if changes := differences(old, plan):
+    if changes := differences(existing_plan, plan):
         raise UserError(
             f"{path} does not contain the requested captions: {changes}",
             hint="use a different --out, or remove the existing output first",
@@ -161,7 +161,7 @@ class CaptionWork:
 
     Attributes:
         batch: Number of clips per batch.
-        plan: All facts that affect the captions, as JSON-serialisable values. They are stored in the table's metadata.
+        plan: All facts that affect the captions, as JSON-serialisable values, stored in the table's metadata.
     """
 
     captioner: TrainedCaptioner
@@ -254,12 +254,12 @@ def caption(work: CaptionWork, out: Path, *, world: World, progress: Progress) -
             progress.say(f"nothing to do: {out} is finished")
             return finished_record
         parts = work.parts
-        missing = missing_parts(parts, out, world=world, progress=progress)
-        local_parts = missing[world.rank :: world.size]
+        unfinished_parts = missing_parts(parts, out, world=world, progress=progress)
+        local_parts = unfinished_parts[world.rank :: world.size]
         outcomes = work.samples.outcomes(index for part in local_parts for index in range(part.begin, part.end))
         ring = BatchRing(work.batch, pin=work.captioner.trained.device.type == "cuda")
         make = partial(_caption_part, work, outcomes=outcomes, ring=ring, out=out)
-        share_parts(missing, make, world=world, progress=progress)
+        share_parts(unfinished_parts, make, world=world, progress=progress)
 
         def finish() -> dict[str, Any]:
             record = publish_table(out, parts, plan=work.plan)
@@ -295,7 +295,7 @@ def _begin(work: CaptionWork, out: Path, *, stack: ExitStack) -> dict[str, Any] 
     if record is not None:
         shutil.rmtree(parts)
         return record
-    begin_parts(parts, work.plan, require_same=lambda old: require_same_work(old, work.plan, path=parts))
+    begin_parts(parts, work.plan, require_same=lambda plan: require_same_work(plan, work.plan, path=parts))
     remove_temporaries(out.parent, matches=lambda name: name in (out.name, failures_path(out).name))
     return None
 

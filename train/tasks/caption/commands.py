@@ -26,7 +26,7 @@ def caption_chunks(
     weights: Annotated[
         str,
         Parameter(
-            help="Run folder of train caption, or folder with a captioner of TimeSformer and GPT-2 and its tokenizer."
+            help="Run folder of train caption, or folder with a TimeSformer and GPT-2 captioner and its tokenizer."
         ),
     ],
     /,
@@ -103,7 +103,7 @@ def caption_video(
     Parameters
     ----------
     weights
-        Run folder of train caption, or folder with a captioner of TimeSformer and GPT-2 and its tokenizer.
+        Run folder of train caption, or folder with a TimeSformer and GPT-2 captioner and its tokenizer.
     videos
         Video files, or folders with videos.
     len

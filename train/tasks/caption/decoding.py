@@ -201,7 +201,7 @@ def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: 
 
 
 def apply_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide logits by a temperature. Below 1, likely tokens become more likely."""
+    """Divide logits by a temperature. A temperature below 1 makes likely tokens even more likely."""
     return logits_RW / temperature
 
 
@@ -296,17 +296,17 @@ def beam_search(
         if not settings.early_stopping:
             is_done_v = is_full_v & (running_scores_vB[:, 0] / power <= finished_scores_vB[:, -1])
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
-        remaining = (~is_done_v).nonzero()[:, 0]
-        if len(remaining) == 0 or is_last:
+        unfinished_videos = (~is_done_v).nonzero()[:, 0]
+        if len(unfinished_videos) == 0 or is_last:
             best_VL = best_VL[:, : position + 1]
             lengths_V = num_tokens_of(best_VL, end_id=end_id)
             likelihoods_V = best_scores_V * lengths_V ** (length_penalty - 1)
             return Generated(tokens_VL=best_VL, likelihoods_V=likelihoods_V, scores_V=best_scores_V)
-        rows_r = (remaining[:, None] * num_beams + beams_vB[remaining]).flatten()
-        cache.keep(rows_r, remaining if len(remaining) < len(is_done_v) else None)
-        if len(remaining) < len(is_done_v):
+        rows_r = (unfinished_videos[:, None] * num_beams + beams_vB[unfinished_videos]).flatten()
+        cache.keep(rows_r, unfinished_videos if len(unfinished_videos) < len(is_done_v) else None)
+        if len(unfinished_videos) < len(is_done_v):
             videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB = (
-                values[remaining]
+                values[unfinished_videos]
                 for values in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
             )
         next_tokens = running_vBL[:, :, position].reshape(-1, 1)

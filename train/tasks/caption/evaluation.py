@@ -49,7 +49,7 @@ _PROTOCOL = (
     "one generated caption per clip, compared with all references of the clip; tokenized as by Stanford's "
     "PTBTokenizer, without punctuation; idf from"
 )
-# Entries of the protocol on the page of all captions: key of the result, by label.
+# Protocol entries on the page of all captions: maps each label to a key of the result.
 _PAGE_ENTRIES = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
@@ -238,7 +238,7 @@ _NUM_EXAMPLES = 12
 # Maximum number of evenly spaced clips with images on the page of all captions. Each image must be decoded again, and
 # takes about 8 kB.
 _MAX_WITH_IMAGES = 2000
-_NUM_PLAYED = 30  # number of playable clips with the lowest CIDEr-D, and with the highest
+_NUM_PLAYED = 30  # number of playable clips with the lowest CIDEr-D; as many clips with the highest are playable
 PLAYED = f"the {_NUM_PLAYED} clips with the lowest and the {_NUM_PLAYED} clips with the highest CIDEr-D can be played"
 # Layout of a clip's contact sheet.
 _NUM_COLUMNS = 2
@@ -287,8 +287,8 @@ class ScoredCaptions:
         and can be played.
         """
         stride = sample_stride(len(self.names), at_most=_MAX_WITH_IMAGES)
-        by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
-        playable = set() if player is None else {*by_score[:_NUM_PLAYED], *by_score[-_NUM_PLAYED:]}
+        indices_by_score = sorted(self.names, key=lambda index: self.scores.per_video[self.names[index]]["cider_d"])
+        playable = set() if player is None else {*indices_by_score[:_NUM_PLAYED], *indices_by_score[-_NUM_PLAYED:]}
         for row, (index, name) in enumerate(self.names.items()):
             begin_s, end_s = self.samples.span_s(index)
             shown_clip = ShownClip()

@@ -1,4 +1,4 @@
-"""Export of captioners: as a VisionEncoderDecoderModel of transformers, or with a language model for several libraries.
+"""Export of captioners for transformers' VisionEncoderDecoderModel or, with a language model, for several libraries.
 
 A captioner with a language model is exported as a folder that transformers, peft and torch can open without clipmill:
 
@@ -53,7 +53,7 @@ from clipmill.train.weights.source import Say, Source
 
 
 def adopted_captioner(source: Source, path: Path, *, say: Say) -> AdoptedModel | None:
-    """Convert the weights of a captioner of TimeSformer and GPT-2; return None if the weights have no decoder.
+    """Convert the weights of a TimeSformer and GPT-2 captioner; return None if the weights contain no decoder.
 
     Raises:
         UserError: The folder has no config.json or no tokenizer.

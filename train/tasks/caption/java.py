@@ -52,7 +52,7 @@ def jar_of_pycocoevalcap(name: str) -> Path:
         raise MetricUnavailable("the package pycocoevalcap is not installed (pip install 'clipmill[caption-metrics]')")
     path = Path(next(iter(spec.submodule_search_locations))) / name
     if not path.is_file():
-        raise MetricUnavailable(f"pycocoevalcap has no {name}")
+        raise MetricUnavailable(f"pycocoevalcap does not contain {name}")
     return path
 
 
@@ -167,7 +167,7 @@ def check_jars(folder: Path) -> None:
     missing = [name for name in _SPICE_NEEDS if not (folder / name).is_file()]
     if missing:
         raise UserError(
-            f"{folder} has no {' and no '.join(missing)}, which SPICE needs",
+            f"{folder} lacks {' and '.join(missing)}, which SPICE needs",
             hint="copy both jars from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or omit SPICE",
         )
 
@@ -205,16 +205,18 @@ def spice(
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.
     """
     program, jar = java(), jar_of_pycocoevalcap(_SPICE_JAR)
-    classes = os.pathsep.join(map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*")))
+    class_path = os.pathsep.join(
+        map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*"))
+    )
     with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
         captions_file, scores_file = Path(folder, "given.json"), Path(folder, "scored.json")
-        # Pass numbers instead of video IDs, because the program uses IDs as file names.
+        # Pass indices instead of video IDs, because the program uses IDs as file names.
         items = [
-            {"image_id": number, "test": candidate, "refs": list(references[video_id])}
-            for number, (video_id, candidate) in enumerate(candidates.items())
+            {"image_id": index, "test": candidate, "refs": list(references[video_id])}
+            for index, (video_id, candidate) in enumerate(candidates.items())
         ]
         captions_file.write_text(json.dumps(items), encoding="utf-8")
-        command = [program, "-Xmx8G", "-cp", classes, _SPICE_CLASS]
+        command = [program, "-Xmx8G", "-cp", class_path, _SPICE_CLASS]
         command += [str(captions_file), "-out", str(scores_file), "-subset", "-silent"]
         try:
             process = subprocess.run(
@@ -226,7 +228,7 @@ def spice(
             raise _failure(process.returncode, process.stderr.decode(errors="replace"))
         try:
             scores = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scores_file.read_bytes())}
-            per_video = {video_id: float(scores[number]) for number, video_id in enumerate(candidates)}
+            per_video = {video_id: float(scores[index]) for index, video_id in enumerate(candidates)}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise MetricUnavailable(f"SPICE's output cannot be read: {error}") from error
     return sum(per_video.values()) / len(per_video), per_video

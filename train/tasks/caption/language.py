@@ -197,7 +197,7 @@ class LanguageCaptioner(nn.Module):
 def can_decode(decoder: "PreTrainedModel") -> bool:
     """Return True if a language model computes the same logits token by token with a cache as for all tokens together.
 
-    Encoders fail this test, because their outputs depend on later tokens. State-space models fail, because they have no
+    Encoders fail this test, because their outputs depend on later tokens. State-space models fail, because they lack
     keys and values. The test also reorders the rows of the cache, as beam search does.
     """
     was_training, decoder = decoder.training, decoder.eval()
@@ -281,7 +281,7 @@ class LanguageDecoder:
         files: Configuration and tokenizer files by name.
         source: Name of the model, as the user wrote it.
         folder: Folder with the weights; None if the weights are in a checkpoint.
-        loaded: List that contains the loaded model until the first captioner is built with this model.
+        loaded_models: List that contains the loaded model until the first captioner is built with this model.
     """
 
     config: "PreTrainedConfig"
@@ -295,7 +295,7 @@ class LanguageDecoder:
     files: dict[str, bytes]
     source: str
     folder: Path | None = None
-    loaded: "list[PreTrainedModel]" = field(default_factory=list, repr=False)
+    loaded_models: "list[PreTrainedModel]" = field(default_factory=list, repr=False)
 
     @property
     def prefix_length(self) -> int:
@@ -303,7 +303,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry of run.json: the facts that `files` do not contain."""
+        """Return the entry of run.json, which contains the facts that are not in `files`."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -322,7 +322,7 @@ class LanguageDecoder:
 
         if self.folder is None or torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-any-return]
-        return self.loaded.pop() if self.loaded else _read_weights(self.folder, self.config)
+        return self.loaded_models.pop() if self.loaded_models else _read_weights(self.folder, self.config)
 
 
 def _read_weights(folder: Path, config: "PreTrainedConfig") -> "PreTrainedModel":
@@ -441,8 +441,8 @@ def _config_of(folder: Path) -> "PreTrainedConfig":
     if raw.get("is_encoder_decoder") or class_name is None or class_name not in architectures:
         description = "an encoder and a decoder of " if raw.get("is_encoder_decoder") else ""
         raise UserError(
-            f"{folder} does not contain a causal language model of transformers (--decoder.lm), but {architectures[0]} "
-            f"({description}type {kind})",
+            f"{folder} does not contain a causal language model from transformers (--decoder.lm), but "
+            f"{architectures[0]} ({description}type {kind})",
             hint=_SUPPORTED,
             flags=("--decoder.lm",),
         )

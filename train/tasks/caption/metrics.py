@@ -2,7 +2,7 @@
 
 BLEU-1 to BLEU-4 (Papineni et al. 2002) are computed as in pycocoevalcap. Precisions are computed over the complete
 corpus, and not averaged over videos. The brevity penalty uses the reference length that is closest to the candidate's
-length, and the shorter of two equally close lengths. All orders have equal weights.
+length, or the shorter of two equally close lengths. All orders have equal weights.
 
 CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
 n-gram vectors. An entry is the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number of
@@ -172,7 +172,7 @@ def _scores(matches: Floats, num_grams: Floats, length: Ints, reference_length: 
 
 
 def cider(corpus: Corpus) -> tuple[Floats, Floats]:
-    """Compute CIDEr-D and CIDEr of each video, [V] each."""
+    """Compute CIDEr-D and CIDEr for each video, [V] each."""
     num_videos, num_references = len(corpus.candidate_lengths), len(corpus.reference_lengths)
     video_of_reference = corpus.video_of_reference
     difference = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
@@ -300,16 +300,14 @@ def score_captions(
     """
     if not candidates:
         raise UserError("there are no captions to score", hint="use a split with captioned videos")
-    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
-    _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
+    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "no references")
+    _require_videos([video_id for video_id in references if video_id not in candidates], "no caption to score")
     if spice_jars is not None:
         check_jars(spice_jars)
     tokens = cache(tokenize)
     ours = {video_id: tokens(caption) for video_id, caption in candidates.items()}
     theirs = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
-    _require_videos(
-        [video_id for video_id, captions in theirs.items() if not any(captions)], "without words to compare with"
-    )
+    _require_videos([video_id for video_id, captions in theirs.items() if not any(captions)], "no reference with words")
 
     def score_spice() -> tuple[float, dict[str, float]]:
         if spice_jars is None:
@@ -342,7 +340,7 @@ def score_captions(
 
 
 def find_wordless(references: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the videos whose references have no words, and therefore cannot be compared with captions."""
+    """Return the videos whose references contain no words, so that captions cannot be compared with them."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
@@ -386,7 +384,7 @@ def _plain_scores(
 def _require_videos(misfits: Sequence[str], what: str) -> None:
     if misfits:
         raise UserError(
-            f"{count_noun(len(misfits), 'video')} {'is' if len(misfits) == 1 else 'are'} {what}: "
+            f"{count_noun(len(misfits), 'video')} {'has' if len(misfits) == 1 else 'have'} {what}: "
             f"{name_videos(misfits)}",
             hint="score only videos that have a caption and references with words",
         )

@@ -102,7 +102,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
         lm_folder = decoder_folder(settings.lm, flag="--decoder.lm", files=LANGUAGE_FILES, say=say)
         language = open_language(lm_folder, settings, tokenizer_folder=Path(settings.tokenizer or lm_folder))
         # Read the weights now, so that errors in their files are reported before a run is created.
-        return replace(language, loaded=[language.new_model()])
+        return replace(language, loaded_models=[language.new_model()])
     folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
     tokenizer_folder = Path(settings.tokenizer) if settings.tokenizer is not None else folder
     if tokenizer_folder is not None:
@@ -254,13 +254,13 @@ def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
         model: Captioner, which may be on the meta device.
     """
     state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("decoder.")}
-    copied = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
-    if not copied:
+    initial_tensors = parts.tensors if isinstance(parts, DecoderParts) else state if parts.folder is not None else {}
+    if not initial_tensors:
         return {}
     changes = [
         Change(kind="created", name=name, new=tuple(tensor.shape), why="a plain GPT-2 has no cross-attention")
         for name, tensor in state.items()
-        if name not in copied
+        if name not in initial_tensors
     ]
     start = {
         "source": parts.source,
@@ -276,8 +276,8 @@ def start_lines(facts: Mapping[str, Any]) -> list[str]:
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])
         copied = f"{num_copied} of {num_copied + num_new} tensors copied unchanged"
-        new = f", {num_new} are new (cross-attention)" if num_new else ""
-        lines.append(f"decoder: {start['source']}: {copied}{new}")
+        remark = f", {num_new} are new (cross-attention)" if num_new else ""
+        lines.append(f"decoder: {start['source']}: {copied}{remark}")
     return lines
 
 
@@ -410,7 +410,7 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
 
 @torch.no_grad()
 def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
-    """Copy the decoder's weights, if any, to a captioner. Missing cross-attention keeps its random weights.
+    """Copy the decoder's weights, if any, to a captioner. Missing cross-attention weights stay random.
 
     Raises:
         UserError: A tensor is unknown, has the wrong shape, or is missing (except for cross-attention).
@@ -485,10 +485,10 @@ def _with_source_language(settings: CaptionerSettings, source: Source, folder: P
     """Return the settings of a captioner that starts from another captioner with a language model."""
     decoder_settings, decoder = settings.decoder, decoder_of_run(RunFolder(folder))["decoder"]
     assert isinstance(decoder, LanguageDecoder)
-    if (requested := decoder_settings.lm or decoder_settings.weights) is not None:
+    if (requested_decoder := decoder_settings.lm or decoder_settings.weights) is not None:
         flag = decoder_settings.flag("lm" if decoder_settings.lm else "weights")
         raise UserError(
-            f"two decoders are selected: {source.title} has one, and {flag} is {requested}",
+            f"two decoders are selected: {source.title} has one, and {flag} is {requested_decoder}",
             hint=f"omit {flag}, or use weights without a decoder for --init.weights",
             flags=(flag,),
         )

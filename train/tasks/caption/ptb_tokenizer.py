@@ -27,7 +27,7 @@ Rewrite = Callable[[str], str]
 # The following lists of words are separated by spaces.
 
 # Abbreviations, which keep their full stop. A sentence may end with a word of the first group, but not with a word of
-# the second. If a letter follows directly, the groups differ, too: "etc.x" is two tokens, but "mr.x" is one token.
+# the second. If a letter follows directly, the groups also differ: "etc.x" is two tokens, but "mr.x" is one token.
 ABBREVIATIONS_AT_ENDS = (
     "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
     "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
@@ -247,7 +247,7 @@ def character_classes() -> dict[str, str]:
 # The original converts brackets to lower case ("-lrb-") before it drops punctuation, so brackets are not dropped.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# Characters at which the original starts a new line. In pycocoevalcap, this shifts all later captions.
+# Characters at which the original starts a new line. In pycocoevalcap, such a line break shifts all later captions.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
 # Fast path: most captions consist of letters and spaces, perhaps with a full stop.

@@ -212,7 +212,7 @@ class DecoderSettings(Checked):
     """Dropout probability of embeddings and residual branches."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for sizes that contradict pretrained weights, and for prompts without a mark for the video."""
+        """Yield errors for sizes that contradict pretrained weights, and for prompts without exactly one video mark."""
         pretrained = "lm" if self.lm is not None else "weights"
         for name in ("width", "depth", "heads", *(("weights", "dropout") if pretrained == "lm" else ())):
             if getattr(self, pretrained) is not None and getattr(self, name):
@@ -289,7 +289,7 @@ class CaptionerSettings(ClipSettings):
         return adapts_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for a decoder that does not support a setting, for unsuitable captions, and for frame sizes."""
+        """Yield errors for settings that the decoder does not support, for unsuitable captions, and for frame sizes."""
         yield from super().rules()
         if self.decoder.lm is not None and self.parallel.stages > 1:
             yield UserError(
@@ -329,7 +329,7 @@ class CaptionerSettings(ClipSettings):
 
 
 def has_captioner(folder: Path) -> bool:
-    """Return True if a folder is a run of `train caption`, or contains an encoder-decoder model of transformers.
+    """Return True if a folder is a run of `train caption`, or contains an encoder-decoder model from transformers.
 
     Only small JSON files are read.
     """
@@ -390,7 +390,7 @@ def caption_table(result: dict[str, Any]) -> Table:
         cells = []
         for name in names:
             value = means.get(name)
-            # CIDEr has no upper bound, so it has no bar.
+            # CIDEr has no upper bound, so its cell has no bar.
             share = None if value is None or name.startswith("cider") else min(max(value, 0.0), 1.0)
             cells.append(Cell("-" if value is None else f"{100 * value:.1f}", share=share))
         cells.append(Cell(f"{result['loss']:.3f}" if label == "captions" else "-"))
@@ -508,7 +508,7 @@ TASK = TaskSpec(
     },
     export=import_late("clipmill.train.tasks.caption.export:exported_captioner"),
     adopt=import_late("clipmill.train.tasks.caption.export:adopted_captioner"),
-    adoptable="a captioner of TimeSformer and GPT-2",
+    adoptable="a TimeSformer and GPT-2 captioner",
     features=Features(
         description="the encoder's class token, or the mean of all tokens if the encoder has no class token",
         inputs=lambda task: task.inputs,

@@ -91,7 +91,7 @@ def owners_of(name: str) -> tuple[Layer, ...]:
         return (Layer("head"),)
     if name == "decoder.positional_embedding":
         return (Layer("token_embedding"),)
-    raise ValueError(f"no layer of a captioner has {name}")
+    raise ValueError(f"no layer of a captioner contains {name}")
 
 
 def parameters_by_layer(captioner: Captioner) -> list[int]:
@@ -113,7 +113,7 @@ class CaptionerPart(nn.Module):
     """Consecutive layers of a captioner.
 
     The constructor removes the parameters of all other layers from the captioner. If the captioner was built on the
-    meta device, these parameters never need memory.
+    meta device, these parameters never take up memory.
 
     Args:
         start: Index of the first layer.
@@ -225,7 +225,7 @@ def _tower_of(module: nn.Module) -> TokenTower:
     """Return the video tower, which must be able to run block by block.
 
     Raises:
-        UserError: The tower is from a library, and is a single module.
+        UserError: The tower comes from a library, so it cannot be split.
     """
     if not isinstance(module.video, TokenTower):
         raise UserError(
@@ -266,7 +266,7 @@ class StagedCaptioner(nn.Module):
         self.part = part
         self._stages, self._device = stages, device
         # Index of the first stage with text layers.
-        self._first = stages.gather_objects(part.has_layer("token_embedding")).index(True)
+        self._first_text_stage = stages.gather_objects(part.has_layer("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits [R, L, W] for the token after each token (`Captioner.forward`)."""
@@ -275,7 +275,7 @@ class StagedCaptioner(nn.Module):
             outputs = self.part(*(inputs or (video_VCTHW,)), tokens=tokens)
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
-        return self._from_last(run_along(self._stages, run, device=self._device))
+        return self._broadcast_last(run_along(self._stages, run, device=self._device))
 
     def start(self, video_VCTHW: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
         """Return a cache for the blocks of this stage (`Captioner.start`)."""
@@ -292,8 +292,8 @@ class StagedCaptioner(nn.Module):
         def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.step(inputs[0] if inputs else tokens_RL, cache),)
 
-        return self._from_last(run_along(self._stages, run, first=self._first, device=self._device))
+        return self._broadcast_last(run_along(self._stages, run, first=self._first_text_stage, device=self._device))
 
-    def _from_last(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _broadcast_last(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         is_last = self._stages.rank == self._stages.size - 1
         return broadcast_from_last(self._stages, outputs[0] if is_last else None, device=self._device)

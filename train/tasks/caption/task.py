@@ -1,11 +1,11 @@
 """Task `train caption`: samples, model, loss and in-training evaluation of a captioner.
 
-A captioner is a video tower and a decoder that attends to the tower's tokens. A sample has one or several captions of
-its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder predicts each token from the preceding tokens
-and from the clip. The loss is the mean over all tokens of the batch. An evaluation generates one caption per clip, and
-compares it with all captions of the clip.
+A captioner consists of a video tower and a decoder that reads the tower's tokens. A sample contains one or several
+captions of its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder predicts each token from the
+preceding tokens and from the clip. The loss is the mean over all tokens of the batch. An evaluation generates one
+caption per clip, and compares it with all captions of the clip.
 
-Shape suffixes: B batch of a rank, R rows of a microbatch, K captions per clip, L tokens, V vocabulary, C channels,
+Shape suffixes: B clips on this rank, R rows of a microbatch, K captions per clip, L tokens, V vocabulary, C channels,
 T frames, H and W pixels.
 """
 
@@ -112,7 +112,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         return {"decoder": decoder_facts(parts), **captions, **start_facts(model, parts), **super().facts()}
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that belong to the weights: the tokenizer, and a language model's configuration."""
+        """Return the files that belong to the weights: the tokenizer and, for a language model, the configuration."""
         if isinstance(self.decoder, LanguageDecoder):
             return {f"{LANGUAGE_FOLDER}/{name}": content for name, content in self.decoder.files.items()}
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
@@ -177,7 +177,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
         )
 
     def new_model(self, samples: "AnySamples | None" = None) -> AnyCaptioner:
-        """Build a captioner with random weights, except for a decoder with weights (`--decoder.weights` or `lm`)."""
+        """Build a captioner with random weights, except for a decoder that comes with weights."""
         return build_captioner(self._settings, self.decoder, attend=self._attention.attend)
 
     def fit_weights(self, model: AnyCaptioner, source: Source, *, say: Say) -> LoadedWeights:
@@ -367,8 +367,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return the metrics of the captions of all ranks: loss, n-gram metrics, exact matches, and Java metrics.
 
-    The result includes the number of failed clips, of empty captions, and of clips whose references have no words,
-    unless the number is 0.
+    The result also includes the numbers of failed clips, empty captions, and clips whose references contain no words.
+    A number that is 0 is omitted.
 
     Args:
         references: Function that takes the index of a clip and returns all its captions.
@@ -384,8 +384,10 @@ def metrics_of(
         captions, {name: references(int(name)) for name in captions}
     )
     scores = score_captions(captions, all_references, with_java=with_java, spice_jars=spice_jars)
-    if with_java and (missing := scores.missing_reasons.keys() - ({"spice"} if spice_jars is None else set())):
-        raise FailedWork(f"{METRIC_LABELS[min(missing)]} cannot be computed: {scores.missing_reasons[min(missing)]}")
+    if with_java and (missing_metrics := scores.missing_reasons.keys() - ({"spice"} if spice_jars is None else set())):
+        raise FailedWork(
+            f"{METRIC_LABELS[min(missing_metrics)]} cannot be computed: {scores.missing_reasons[min(missing_metrics)]}"
+        )
     counts = {
         "num_failed": sum(len(part.failed) for part in parts),
         "num_empty": len(scores.wordless_videos),
@@ -406,13 +408,13 @@ def comparable_captions(
         UserError: No clip has references with words.
     """
     wordless_clips = find_wordless(references)
-    comparable = {name: texts for name, texts in references.items() if name not in set(wordless_clips)}
-    if wordless_clips and not comparable:
+    comparable_references = {name: texts for name, texts in references.items() if name not in set(wordless_clips)}
+    if wordless_clips and not comparable_references:
         raise UserError(
             f"no reference contains words ({count_noun(len(wordless_clips), 'clip')}), so no caption can be scored",
             hint="check the captions of this split: they are empty, or contain only punctuation",
         )
-    return {name: captions[name] for name in comparable}, comparable, wordless_clips
+    return {name: captions[name] for name in comparable_references}, comparable_references, wordless_clips
 
 
 _NUM_BUCKETS, _MIN_BUCKET = 8, 8
@@ -502,8 +504,8 @@ def bucket_step(step: Step, *, num_samples: int) -> Step:
     """Return the step, with smaller microbatches if there are enough samples.
 
     Samples are sorted by length, and each microbatch is padded only to its longest caption. The number of microbatches
-    depends only on the number of samples, so it is the same on all ranks. FSDP requires this, because it gathers the
-    weights on all ranks for each microbatch.
+    depends only on the number of samples, so it is the same on all ranks. FSDP requires the same number, because it
+    gathers the weights on all ranks for each microbatch.
     """
     size = max(_MIN_BUCKET, -(-num_samples // _NUM_BUCKETS))
     return replace(step, microbatch=min(size, step.microbatch or size))
@@ -529,7 +531,7 @@ def shift_targets(targets: torch.Tensor, *, end_id: int) -> torch.Tensor:
     """
     inputs = torch.roll(targets, 1, dims=-1)
     inputs[..., 0] = end_id
-    # Positions after the end token may have any token, because they have no target and attention is causal.
+    # Positions after the end token may hold any token, because they have no target and attention is causal.
     return inputs.masked_fill(inputs == NO_TOKEN, end_id)
 
 

@@ -1,6 +1,6 @@
 """Caption tokenizer: a byte-level BPE like GPT-2's, read from a folder or trained on the captions.
 
-The tokenizers library, which can read GPT-2's files, does the work.
+The implementation uses the tokenizers library, which can also read GPT-2's files.
 
 Shape suffixes: K captions per sample, L tokens.
 """
@@ -49,7 +49,7 @@ class CaptionTokenizer:
         vocabulary_size: Number of token IDs, which start at 0.
 
     Raises:
-        UserError: The tokenizer has no end token, or no tokens for some letters.
+        UserError: The tokenizer has no end token, or no tokens for some letters or digits.
     """
 
     def __init__(self, tokenizer: "Tokenizer", *, where: str, end: str = END) -> None:
@@ -67,10 +67,10 @@ class CaptionTokenizer:
         self._tokenizer = tokenizer
         self.end_id: int = end_id
         encodings = zip(_LETTERS, tokenizer.encode_batch(list(_LETTERS), add_special_tokens=False), strict=True)
-        if missing := [letter for letter, encoding in encodings if not encoding.ids or end_id in encoding.ids]:
+        if missing_letters := [letter for letter, encoding in encodings if not encoding.ids or end_id in encoding.ids]:
             raise UserError(
-                f"the tokenizer of {where} has no tokens for {len(missing)} of {len(_LETTERS)} letters and digits, "
-                f"such as {missing[0]!r}: captions would lose these characters",
+                f"the tokenizer of {where} has no tokens for {len(missing_letters)} of {len(_LETTERS)} letters and "
+                f"digits, such as {missing_letters[0]!r}: captions would lose these characters",
                 hint="use the folder of a complete GPT-2 tokenizer: this tokenizer is truncated or of a different kind",
             )
         self.vocabulary_size: int = tokenizer.get_vocab_size()
@@ -104,7 +104,7 @@ class CaptionTokenizer:
 
     def count_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
         """Count the captions with more than `max_tokens` tokens, including the end token."""
-        # A token has at least one byte, so captions with fewer bytes need not be encoded.
+        # A token covers at least one byte, so captions with fewer bytes need not be encoded.
         lines = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         encodings = self._tokenizer.encode_batch(lines, add_special_tokens=False)
         return sum(len(encoding.ids) >= max_tokens for encoding in encodings)
@@ -125,10 +125,10 @@ def one_line(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
-    """Train a byte-level BPE on captions (Sennrich et al. 2016). Equal texts yield equal tokenizers.
+    """Train a byte-level BPE on captions (Sennrich et al. 2016). The same texts yield the same tokenizer.
 
     Args:
-        vocabulary_size: Maximum size of the vocabulary. A few short texts may have too few pairs to reach this size.
+        vocabulary_size: Maximum size of the vocabulary. A few short texts may contain too few pairs to reach this size.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -195,7 +195,8 @@ class TargetCaptions(Captions):
 
     Args:
         make_tokenizer: Function that takes all captions and returns a tokenizer, which may be trained on the captions.
-        max_tokens: Number L of tokens per caption, including the end token. Longer captions are truncated and counted.
+        max_tokens: Maximum number of tokens per caption, including the end token, L. Longer captions are truncated and
+            counted.
         per_visit: Number K of captions per sample.
     """
 
@@ -217,7 +218,7 @@ class TargetCaptions(Captions):
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch, so that an epoch has about one visit per caption.
+        """Return the number of samples per epoch, so that an epoch contains about one visit per caption.
 
         Args:
             num_samples: Number of clips. The result is at least this number.

@@ -156,9 +156,9 @@ def caption_files(
     progress.say_done("" if out is None else f" in {out}")
     if failures:
         names = ", ".join(shown_name(end.video) for end in failures[:_MAX_LISTED])
-        more = f" and {len(failures) - _MAX_LISTED} more" if len(failures) > _MAX_LISTED else ""
+        remark = f" and {len(failures) - _MAX_LISTED} more" if len(failures) > _MAX_LISTED else ""
         raise FailedWork(
-            f"{len(failures)} of {count_noun(len(videos), 'video')} could not be read to the end: {names}{more}"
+            f"{len(failures)} of {count_noun(len(videos), 'video')} could not be read to the end: {names}{remark}"
         )
 
 
@@ -396,7 +396,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, file_format: VideoFormat | N
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if existing_files := [file for file in files if file.exists()]:
         num_more = len(existing_files) - 1
-        note = f", as do {count_noun(num_more, 'more file')} of --out {out}" if num_more else ""
+        note = f", as do {count_noun(num_more, 'more file')} in --out {out}" if num_more else ""
         raise UserError(f"{existing_files[0]} exists already{note}", hint="use a different --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)

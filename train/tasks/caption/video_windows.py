@@ -76,7 +76,7 @@ class TimedFrame:
     """An upright, cropped frame.
 
     Attributes:
-        begin_us: Presentation time.
+        begin_us: Presentation time in microseconds.
         aspect: Pixel aspect ratio (width / height).
     """
 
@@ -174,7 +174,7 @@ def _reason(error: Exception) -> str:
 def find_videos(paths: Iterable[Path]) -> list[Path]:
     """Return the given files, and all videos in the given folders and their subfolders, sorted within each folder.
 
-    Each file occurs once.
+    The result contains each file once.
 
     Raises:
         UserError: A file or folder does not exist, or a folder contains no videos.
@@ -185,7 +185,7 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
             raise UserError(
                 f"there is no file or folder {shown_name(path)}", hint="pass video files, or folders with videos"
             )
-        videos = _in_folder(path) if path.is_dir() else [path]
+        videos = _list_videos(path) if path.is_dir() else [path]
         if not videos:
             raise UserError(
                 f"the folder {shown_name(path)} contains no videos",
@@ -198,13 +198,13 @@ def find_videos(paths: Iterable[Path]) -> list[Path]:
     return list(video_of_path.values())
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _list_videos(folder: Path) -> list[Path]:
     videos = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
         folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = (name for name in sorted(names) if not name.startswith("."))
-        videos += [Path(parent, name) for name in visible if Path(name).suffix.lower() in SUFFIXES]
+        visible_names = (name for name in sorted(names) if not name.startswith("."))
+        videos += [Path(parent, name) for name in visible_names if Path(name).suffix.lower() in SUFFIXES]
     return videos
 
 
@@ -268,7 +268,7 @@ class WindowClip:
 
     Attributes:
         video: Frames as YUV 4:2:0 planes, uint8 [T, S * S * 3 / 2] (clipmill.train.data.clip_frames).
-        colour: Number of the colour encoding (clipmill.train.augment.colour).
+        colour: Index of the colour encoding (clipmill.train.augment.colour).
         video_us: Duration of the complete video.
     """
 
@@ -291,7 +291,7 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     for window in windows_of(valid_us, length_us=length_us):
         # Some sampling rules count frames, so they need the frame rate of the file.
         fps = timing.fps.limit_denominator(_LARGEST_RATE)
-        video, colour = sampler.at(
+        video, colour = sampler.sample(
             moments_of(
                 window.begin_us, window.end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=None
             )
@@ -315,7 +315,7 @@ class _FrameSampler:
         self._next = next(frames, None)
         self._square: tuple[Planes, int] | None = None
 
-    def at(self, moments: Moments) -> tuple[Planes, int]:
+    def sample(self, moments: Moments) -> tuple[Planes, int]:
         """Return the frames displayed at the given times, [T, S * S * 3 / 2], and the first frame's colour encoding.
 
         If colour tags change within a clip, frames keep their pixel values, as in chunks.

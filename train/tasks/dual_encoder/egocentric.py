@@ -420,7 +420,7 @@ class EgoMcqScorer:
 
 
 def is_nearest(similarity: NDArray[np.float32], answer: int) -> bool:
-    """Return True if the clip at index `answer` is nearer than all other clips. The result is False if a value is NaN."""
+    """Return True if the clip at index `answer` is nearer than all other clips, and False for NaN values."""
     other_similarities = np.delete(similarity, answer)
     return bool((other_similarities < similarity[answer]).all())
 

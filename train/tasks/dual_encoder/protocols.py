@@ -88,7 +88,7 @@ def embed_all(
     """Embed all batches of this rank with a model in evaluation mode.
 
     Args:
-        num_clips: Number of temporal views per clip. A batch contains the frames of a clip's views one after another. The
+        num_clips: Number of temporal views per clip. A batch contains the frames of a clip's views in sequence. The
             embedding of a clip is the normalised mean of the unit-length embeddings of its views.
 
     Raises:

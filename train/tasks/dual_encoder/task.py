@@ -1,7 +1,7 @@
 """Task `train dual-encoder`: samples, model, contrastive loss and initial weights of a CLIP-style dual encoder.
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
-If a run starts from existing weights, these determine the towers, normalisation, widths, context length and temperature.
+The initial weights of a run, if any, determine the towers, normalisation, widths, context length and temperature.
 """
 
 import math

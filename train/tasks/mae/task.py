@@ -268,7 +268,7 @@ def normalised_cubes(
         video_BCTHW: Clips, as passed to the model.
         predicted_BM: Indices of the predicted cubes, int64.
         std: Standard deviations by which the channels were divided; None for latents. VideoMAE computes targets from
-            pixels before this division. The order affects only the role of the constant 1e-6. Therefore, the
+            pixels before this division. This order matters only for the constant 1e-6. Therefore, the
             constant is also divided by `std`.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)

@@ -194,10 +194,10 @@ def test_scores_say_what_they_were_computed_from() -> None:
     ("candidates", "references", "told"),
     [
         ({}, {}, "no captions to score"),
-        ({"v": "a"}, {}, "1 video is without references: v"),
-        ({"v": "a"}, {"v": []}, "1 video is without references: v"),
-        ({"v": "a"}, {"v": ["a"], "w": ["b"]}, "1 video is without a caption to score: w"),
-        ({"v": "", "w": "a"}, {"v": ["", "..."], "w": ["a"]}, "1 video is without words to compare with: v"),
+        ({"v": "a"}, {}, "1 video has no references: v"),
+        ({"v": "a"}, {"v": []}, "1 video has no references: v"),
+        ({"v": "a"}, {"v": ["a"], "w": ["b"]}, "1 video has no caption to score: w"),
+        ({"v": "", "w": "a"}, {"v": ["", "..."], "w": ["a"]}, "1 video has no reference with words: v"),
     ],
 )
 def test_videos_without_their_other_half_are_named(candidates: Candidates, references: References, told: str) -> None:
