@@ -410,7 +410,7 @@ def _drop_idle_values(
         overrides: Values from flags and files with higher priority, by flag.
 
     Returns:
-        The remaining values, and the reasons for dropping the others, by flag. Each reason is a flag with its value.
+        The remaining values, and the reasons for dropping the others, by flag. Each reason is a flag and its value.
     """
     kept_values, reasons = dict(values), dict[str, str]()
     annotations = {setting.name: setting for setting in annotations_of(type(defaults))}

@@ -124,7 +124,7 @@ class Towers(Checked):
     patch_dropout: Annotated[float, FRACTION] = 0.0
     """Fraction of patches to drop in training. The patches are drawn for each clip (AVION: 0.5)."""
     drop_path: Annotated[float, FRACTION] = 0.0
-    """Stochastic depth: probability that a block of the video tower is skipped for a clip."""
+    """Stochastic depth: probability that a residual branch in a block of the video tower is skipped for a clip."""
     drop_path_rule: Literal["rising", "constant"] = "rising"
     """Probability of stochastic depth per block. rising: from 0 in the first block to --towers.drop-path in the last;
     constant: --towers.drop-path in all blocks."""
@@ -306,8 +306,8 @@ class DualEncoderInit(Init):
     """Initial weights: one source for both towers, or one source for each tower."""
 
     text: str | None = None
-    """Initial weights of the text tower, in the same form as --init.weights, which then applies only to the video
-    tower. Default: --init.weights for both towers."""
+    """Initial weights of the text tower, in the same form as --init.weights. --init.weights then applies only to
+    the video tower. Default: --init.weights for both towers."""
 
     @property
     def sources(self) -> tuple[str, ...]:

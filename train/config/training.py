@@ -401,17 +401,21 @@ RESUME_HINT = (
 )
 
 
-def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = RESUME_HINT) -> None:
+def require_same(
+    old_values: dict[str, Any], new_values: dict[str, Any], *, where: str, hint: str = RESUME_HINT
+) -> None:
     """Raise a UserError if settings that determine the weights differ.
 
     Args:
-        old, new: Settings as returned by `weight_settings`.
+        old_values, new_values: Settings as returned by `weight_settings`.
         where: Source of the old settings, for the message.
         hint: Hint of the error.
     """
-    changed_names = [name for name in new if name in old and old[name] != new[name]]
+    changed_names = [name for name, value in new_values.items() if name in old_values and old_values[name] != value]
     if changed_names:
-        first, *others = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in changed_names]
-        differences = [first.format(f"but {where} has "), *(text.format("not ") for text in others)]
+        templates = [
+            f"--{name.replace('_', '-')} is {new_values[name]}, {{}}{old_values[name]}" for name in changed_names
+        ]
+        differences = [templates[0].format(f"but {where} has "), *(text.format("not ") for text in templates[1:])]
         flags = [f"--{name.replace('_', '-')}" for name in changed_names]
         raise UserError("; ".join(differences), hint=hint, flags=flags)

@@ -207,7 +207,7 @@ _TESTED_VERSION, _BUILD_FLAG = "0.0.35", "_built_with_cuda"
 
 @cache
 def load_xformers() -> str | None:
-    """Load xformers. Return the reason why its compiled library failed to load, or None if it loaded.
+    """Load xformers. Return the reason why its compiled library failed to load; None if the library loaded.
 
     The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Runs therefore suppress the
     warning about the library, and `train doctor` shows it. xformers' attention uses torch's kernels, but rejects every

@@ -5,7 +5,7 @@ of different kernels differ in the last digits, so a run keeps the backend that 
 backend for commands that open the run later.
 
 Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the choice of
-SDPA, and xformers' dispatcher reports its choice.
+SDPA, and xformers' dispatcher reports the choice of xformers.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """

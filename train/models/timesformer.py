@@ -200,9 +200,9 @@ MIN_RECOMPUTED_VALUES = 2**18
 def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Compute `layer(prepare(*inputs))`, and save only the inputs for the backward pass.
 
-    `prepare` is a layer norm, an activation or a copy, which is cheap compared to the matrix product at the end of
-    `layer`. torch stops the recomputation once it has the tensors that the backward pass needs, so the product is not
-    computed again. `prepare` must be deterministic, and the last input must be the largest.
+    `prepare` is a layer norm, an activation or a copy. All of them are cheap compared to the matrix product at the end
+    of `layer`. torch stops the recomputation once it has the tensors that the backward pass needs, so the product is
+    not computed again. `prepare` must be deterministic, and the last input must be the largest.
     """
 
     def product(*inputs: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         if any(name.endswith("/models/model.json") for name in names):
             raise UserError(
                 f"{path} is a torch.export program, not a weights file",
-                hint="use the run or the weights that it was exported from",
+                hint="use the run or the weights that the program was exported from",
             )
     return _read_torch(path)
 

@@ -249,7 +249,7 @@ class LoadedWeights:
 
 
 def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> LoadedWeights:
-    """Fit the weights of `source` to a model, which may be on the meta device and is not changed.
+    """Fit the weights of `source` to a model, without changing the model. The model may be on the meta device.
 
     Args:
         model: Model whose names and shapes the weights must have.
@@ -448,7 +448,7 @@ def _find_hint(
     if CONV in source_shapes and CONV in model_shapes and source_shapes[CONV][1] != model_shapes[CONV][1]:
         return (
             f"use the --input that the weights were trained with: they take {source_shapes[CONV][1]} channels, but the "
-            f"model takes {model_shapes[CONV][1]} (pixels have 3 channels; for latents, this depends on the codec)"
+            f"model takes {model_shapes[CONV][1]} (pixels have 3; the number of latent channels depends on the codec)"
         )
     convs = (source_shapes.get(CONV, ()), model_shapes.get(CONV, ()))
     cubes = [conv[2] if len(conv) == 5 else 1 for conv in convs]

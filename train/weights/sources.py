@@ -149,12 +149,13 @@ def open_weights(init: Init, towers: Towers = _DEFAULT_TOWERS) -> Source | None:
     """
     if init.weights is None:
         return None
-    first, *others = [_open_source(*part) for part in _parts_of(init, towers)]
-    if not others:
-        return first
-    converted = paired_tensors(first.converted, others[0].converted, title=others[0].title)
-    facts = paired_facts(first.facts, others[0].facts, towers)
-    return Source(title=f"{first.title}, with the text tower of {others[0].title}", converted=converted, facts=facts)
+    source, *text_sources = [_open_source(*part) for part in _parts_of(init, towers)]
+    if not text_sources:
+        return source
+    text = text_sources[0]
+    converted = paired_tensors(source.converted, text.converted, title=text.title)
+    facts = paired_facts(source.facts, text.facts, towers)
+    return Source(title=f"{source.title}, with the text tower of {text.title}", converted=converted, facts=facts)
 
 
 def _parts_of(init: Init, towers: Towers) -> list[tuple[Init, Towers]]:
@@ -210,7 +211,7 @@ _TOWERS = "towers."
 def open_run_weights(run: RunFolder, *, checkpoint: Path | None = None) -> Source:
     """Return the weights of a run's latest checkpoint, or of `checkpoint`.
 
-    If the checkpoint contains averaged weights (EMA), these are returned.
+    Averaged weights (EMA) are returned if the checkpoint contains them.
 
     Raises:
         UserError: The run has no checkpoint, or the checkpoint cannot be read.
