@@ -1,6 +1,6 @@
 """Download from the Hugging Face Hub, or use only the local cache if the Hub is unreachable.
 
-Without this module, the packages that download would wait 25 s per file for an unreachable host. These packages are
+Without this module, packages that download files would wait 25 s per file for an unreachable host. These packages are
 optional, so this module does not import them.
 """
 

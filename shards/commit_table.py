@@ -104,7 +104,7 @@ def read_contents_or_empty(variant_dir: Path) -> Contents:
 
 
 def write_contents(variant_dir: Path, contents: Contents) -> None:
-    """Publish `contents` as contents.json, unless it is already up to date."""
+    """Publish `contents` as contents.json, unless the file is already up to date."""
     try:
         if read_contents(variant_dir) == contents:
             return

@@ -1,4 +1,4 @@
-"""The variants of each column, and `dataset.json`, which records the current and unfinished variant of each column."""
+"""The variants of each column, and `dataset.json`, which records the current and the unfinished variant of each."""
 
 import re
 import shlex

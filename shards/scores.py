@@ -3,9 +3,9 @@
 The table is `<data>/scores/<variant>/chunks.arrow`, which `prep scores` writes at the end of a run. It is an Arrow IPC
 file with one batch, which readers map into memory. Rows are ordered by video (as in the manifest) and start. The
 columns are SCORES_FIELDS without `chunk_fingerprint`, and two more. `video_id` is dictionary-encoded, with ascending
-codes. `duplicate_of` is the row of the first look-alike chunk in an earlier video, or -1. `has_look_alike` is true if a
-chunk in any other video looks alike. Scores that could not be computed are null. clipmill.shards.merged_table defines
-how readers recognise a stale or damaged file.
+codes. `duplicate_of` is the row of the first look-alike chunk in an earlier video, or -1. `has_look_alike` is true if
+the chunk has a look-alike in any other video. Scores that could not be computed are null. Readers recognise a stale or
+damaged file as clipmill.shards.merged_table defines.
 
 Two chunks look alike if their 64-bit perceptual hashes differ in at most 4 bits. Such hashes agree in at least two of
 six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the hashes are sorted by these two
@@ -259,8 +259,8 @@ def first_look_alikes(
         video: Index of each frame's video, [N], in ascending order.
 
     Returns:
-        First row in an earlier video that looks alike, or -1, int64 [N].
-        True if a row in any other video looks alike, bool [N].
+        Row of the first look-alike in an earlier video, or -1, int64 [N].
+        True if the row has a look-alike in any other video, bool [N].
     """
     hashes, first_row, group = np.unique(phash, return_index=True, return_inverse=True)
     last_row = np.empty(len(hashes), np.int64)

@@ -42,7 +42,7 @@ next to [something]", "placeholders": ["a cup", "a box"]}. The file names may ha
 The caption is `label`. The class is the template without brackets, as in labels.json. The videos are files `<id>.webm`.
 The split is derived from the file name. test.json lists videos without labels. Their classes are in test-answers.csv,
 in lines of the form `<id>;<class>`. The class is also the caption, with the source `class`. If labels.json is passed,
-classes that are not among its keys are rejected.
+rows whose class is not among its keys are rejected.
 """
 
 import re

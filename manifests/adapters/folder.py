@@ -4,7 +4,7 @@ Each video file becomes a video. Its ID is the relative path without the extensi
 extension, the ID includes the extension (`file_ids`). The table has these columns:
 
 - `video`: Relative path or file name, with or without the extension. If a name without an extension matches several
-  files, it refers to the file whose ID is the name. If no file matches, the lookup ignores separators and case.
+  files, it refers to the file whose ID equals the name. If no file matches, the lookup ignores separators and case.
 - `text`: Caption. A row with labels does not need a text. Without a text, its caption is the name of the class, with
   the source `class`.
 - `begin_s`, `end_s` or `duration_s` (optional): Time span. Without times, a caption applies to the complete video, from

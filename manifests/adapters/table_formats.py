@@ -428,8 +428,8 @@ def times_of(values: Mapping[str, Any]) -> tuple[float, float]:
     if end_s is not None and not abs(begin_s + duration_s - end_s) <= _ROUNDING_S:
         raise UnusableRow(
             Reason.BAD_TIME,
-            f"it ends at {end_s:g} s, but according to its duration at {begin_s + duration_s:g} s; remove the duration "
-            "column if it contains the duration of the video",
+            f"it ends at {end_s:g} s, but its duration implies an end at {begin_s + duration_s:g} s; remove the "
+            "duration column if it contains the duration of the video",
         )
     return begin_s, begin_s + duration_s if end_s is None else end_s
 

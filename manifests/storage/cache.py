@@ -6,7 +6,7 @@
     <folder>/locks/room          lock that is held while copies are evicted to make room
     <folder>/locks/room-<bytes>-...  room that is reserved for a download while a process holds the lock of this file
 
-All locks are flocks, which are released when their process ends. A copy in use has a shared lock. Only unused copies
+All locks are flocks, so a lock is released when its holder ends. A copy in use has a shared lock. Only unused copies
 are evicted, starting with the least recently used copy (by mtime, which each use updates). Therefore, no evicted copy
 takes up disk space. A memory map keeps the open file and its lock, even after the descriptor is closed (Linux, local
 disks).
@@ -46,7 +46,7 @@ class DamagedCopy(OSError):
 
 @dataclass(eq=False)
 class CachedFile:
-    """An open copy, which stays in the cache until it is closed and all memory maps of its descriptor are closed.
+    """An open copy. It stays in the cache until its descriptor and all memory maps of the descriptor are closed.
 
     Attributes:
         path: Path of the copy.

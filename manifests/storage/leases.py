@@ -1,4 +1,4 @@
-"""Lock resources in a bucket with leases: objects that one process holds at a time, and that expire unless renewed.
+"""Lock resources in a bucket with leases. Only one process can hold a lease, which expires unless it is renewed.
 
 A process takes a lease by writing the object on the condition that no other process has written it (If-None-Match for a
 new object, If-Match for a released lease). The holder rewrites the object every `RENEWAL_S` seconds, and releases the

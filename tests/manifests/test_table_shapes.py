@@ -206,7 +206,7 @@ def test_an_end_and_a_duration_that_differ_are_rejected_by_row(make_videos: Vide
     reading = of_table(make_videos, path)
     assert [text for *_, text in captions(reading)] == ["x"]
     assert reading.rejected["reason"].to_pylist() == ["bad_time", "bad_time"]
-    assert "it ends at 2 s, but according to its duration at 60 s" in reading.rejected["detail"][0].as_py()
+    assert "it ends at 2 s, but its duration implies an end at 60 s" in reading.rejected["detail"][0].as_py()
 
 
 @pytest.mark.parametrize(
