@@ -20,7 +20,7 @@ ROUGE-L (Lin 2004) is computed as in pycocoevalcap: beta is 1.2, and the best pr
 references are used, even if they are from different references. In pycocoevalcap, a caption without words equals a
 reference without words, and scores 1. In clipmill, such a caption scores 0, in accordance with Lin's definition.
 
-"ours" refers to the candidates (generated captions), and "theirs" to the references.
+Candidates are generated captions.
 """
 
 import hashlib
@@ -136,8 +136,8 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
     closest_lengths = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
     matches = np.zeros((MAX_ORDER, num_videos))
     num_grams = np.zeros((MAX_ORDER, num_videos))
-    for order, (ours, theirs) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
-        matches[order] = _clipped_matches(ours, theirs, corpus.video_of_reference, num_videos)
+    for order, (candidates, references) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
+        matches[order] = _clipped_matches(candidates, references, corpus.video_of_reference, num_videos)
         num_grams[order] = np.maximum(lengths - order, 0)
     corpus_scores = _scores(
         matches.sum(1)[:, None], num_grams.sum(1)[:, None], lengths.sum()[None], closest_lengths.sum()[None]
@@ -153,14 +153,19 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
     return reference_lengths[order][first]
 
 
-def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
+def _clipped_matches(
+    candidates: GramCounts, references: GramCounts, video_of_reference: Ints, num_videos: int
+) -> Floats:
     """Count the matching n-grams of each candidate. An n-gram counts at most as often as in any single reference."""
-    keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    keys = video_of_reference[references.caption] * references.num_grams + references.gram
     order = np.argsort(keys, kind="stable")
     distinct_keys, starts = np.unique(keys[order], return_index=True)
-    max_counts = np.maximum.reduceat(theirs.count[order], starts) if len(starts) else starts
-    matches = np.minimum(ours.count, look_up(ours.caption * ours.num_grams + ours.gram, distinct_keys, max_counts))
-    return np.asarray(np.bincount(ours.caption, weights=matches, minlength=num_videos), dtype=np.float64)
+    max_counts = np.maximum.reduceat(references.count[order], starts) if len(starts) else starts
+    matches = np.minimum(
+        candidates.count,
+        look_up(candidates.caption * candidates.num_grams + candidates.gram, distinct_keys, max_counts),
+    )
+    return np.asarray(np.bincount(candidates.caption, weights=matches, minlength=num_videos), dtype=np.float64)
 
 
 def _scores(matches: Floats, num_grams: Floats, length: Ints, reference_length: Ints) -> Floats:
@@ -179,8 +184,8 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
     difference -= np.maximum(corpus.reference_lengths - 1, 0)
     penalty = np.exp(-(difference.astype(np.float64) ** 2) / (2 * _SIGMA**2))
     clipped, plain = np.zeros(num_references), np.zeros(num_references)
-    for ours, theirs in zip(corpus.candidates, corpus.references, strict=True):
-        clipped_cosine, plain_cosine = _cosines(ours, theirs, video_of_reference, num_videos)
+    for candidates, references in zip(corpus.candidates, corpus.references, strict=True):
+        clipped_cosine, plain_cosine = _cosines(candidates, references, video_of_reference, num_videos)
         clipped += penalty * clipped_cosine
         plain += plain_cosine
     scale = _SCALE / (len(corpus.candidates) * np.bincount(video_of_reference, minlength=num_videos))
@@ -189,26 +194,35 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
     return scale * clipped_sum, scale * plain_sum
 
 
-def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
+def _cosines(
+    candidates: GramCounts, references: GramCounts, video_of_reference: Ints, num_videos: int
+) -> tuple[Floats, Floats]:
     """Return the cosine of each reference and its candidate for one order, [R], with clipped and with plain entries."""
     num_references = len(video_of_reference)
-    keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    keys = video_of_reference[references.caption] * references.num_grams + references.gram
     sorted_keys = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
     distinct_keys = sorted_keys[np.flatnonzero(np.diff(sorted_keys, prepend=-1))]
-    document_frequency = np.bincount(distinct_keys % theirs.num_grams, minlength=theirs.num_grams)
+    document_frequency = np.bincount(distinct_keys % references.num_grams, minlength=references.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(document_frequency, 1))
 
-    our_norm = np.sqrt(np.bincount(ours.caption, weights=(ours.count * idf[ours.gram]) ** 2, minlength=num_videos))
-    their_entry = theirs.count * idf[theirs.gram]
-    their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
+    candidate_norm = np.sqrt(
+        np.bincount(candidates.caption, weights=(candidates.count * idf[candidates.gram]) ** 2, minlength=num_videos)
+    )
+    reference_entry = references.count * idf[references.gram]
+    reference_norm = np.sqrt(np.bincount(references.caption, weights=reference_entry**2, minlength=num_references))
 
     # Entry of the candidate for each n-gram of a reference.
-    our_entry = look_up(keys, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
-    clipped = np.bincount(
-        theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
+    candidate_entry = (
+        look_up(keys, candidates.caption * candidates.num_grams + candidates.gram, candidates.count)
+        * idf[references.gram]
     )
-    plain = np.bincount(theirs.caption, weights=our_entry * their_entry, minlength=num_references)
-    norms = our_norm[video_of_reference] * their_norm
+    clipped = np.bincount(
+        references.caption,
+        weights=np.minimum(candidate_entry, reference_entry) * reference_entry,
+        minlength=num_references,
+    )
+    plain = np.bincount(references.caption, weights=candidate_entry * reference_entry, minlength=num_references)
+    norms = candidate_norm[video_of_reference] * reference_norm
     norms = np.where(norms == 0, 1.0, norms)
     return clipped / norms, plain / norms
 
@@ -305,26 +319,28 @@ def score_captions(
     if spice_jars is not None:
         check_jars(spice_jars)
     tokens = cache(tokenize)
-    ours = {video_id: tokens(caption) for video_id, caption in candidates.items()}
-    theirs = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
-    _require_videos([video_id for video_id, captions in theirs.items() if not any(captions)], "no reference with words")
+    candidate_tokens = {video_id: tokens(caption) for video_id, caption in candidates.items()}
+    reference_tokens = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
+    _require_videos(
+        [video_id for video_id, captions in reference_tokens.items() if not any(captions)], "no reference with words"
+    )
 
     def score_spice() -> tuple[float, dict[str, float]]:
         if spice_jars is None:
             raise MetricUnavailable("--spice-jars is not set")
-        return spice(ours, theirs, jars=spice_jars)
+        return spice(candidate_tokens, reference_tokens, jars=spice_jars)
 
-    columns, means = _plain_scores(ours, theirs)
+    columns, means = _plain_scores(candidate_tokens, reference_tokens)
     missing_reasons: dict[str, str] = {}
     with nullcontext(meteor) if meteor is not None else Meteor() as program:
-        for name, metric in (("meteor", lambda: program(ours, theirs)), ("spice", score_spice)):
+        for name, metric in (("meteor", lambda: program(candidate_tokens, reference_tokens)), ("spice", score_spice)):
             try:
                 if not with_java:
                     raise MetricUnavailable("not requested")
                 means[name], columns[name] = metric()
             except MetricUnavailable as reason:
                 missing_reasons[name] = str(reason)
-    num_references = sum(map(len, theirs.values()))
+    num_references = sum(map(len, reference_tokens.values()))
     return CaptionScores(
         means={name: means[name] for name in METRIC_LABELS if name in means},
         per_video={
@@ -332,9 +348,9 @@ def score_captions(
             for video_id in candidates
         },
         missing_reasons=missing_reasons,
-        wordless_videos=tuple(video_id for video_id, caption in ours.items() if not caption),
+        wordless_videos=tuple(video_id for video_id, caption in candidate_tokens.items() if not caption),
         num_references=num_references,
-        idf=f"the {num_references:,} references of these {len(ours):,} videos",
+        idf=f"the {num_references:,} references of these {len(candidate_tokens):,} videos",
         ids_hash=hash_of_ids(candidates),
     )
 
@@ -355,30 +371,36 @@ def hash_of_ids(ids: Iterable[str]) -> str:
 
 
 def _plain_scores(
-    ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
+    candidate_tokens: Mapping[str, str], reference_tokens: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Compute the metrics that do not need Java: their values by metric and video, and their overall values."""
-    captions = [caption.split() for caption in ours.values()]
-    captions += [caption.split() for references in theirs.values() for caption in references]
+    captions = [caption.split() for caption in candidate_tokens.values()]
+    captions += [caption.split() for references in reference_tokens.values() for caption in references]
     lengths = np.array([len(words) for words in captions], dtype=np.int64)
     counts = count_grams(captions)
-    num_videos = len(ours)
+    num_videos = len(candidate_tokens)
     corpus = Corpus(
         candidates=[grams.select(0, num_videos) for grams in counts],
         references=[grams.select(num_videos, len(captions)) for grams in counts],
         candidate_lengths=lengths[:num_videos],
         reference_lengths=lengths[num_videos:],
-        video_of_reference=np.repeat(np.arange(num_videos), [len(references) for references in theirs.values()]),
+        video_of_reference=np.repeat(
+            np.arange(num_videos), [len(references) for references in reference_tokens.values()]
+        ),
     )
     corpus_bleu, video_bleu = bleu(corpus)
     cider_d, plain_cider = cider(corpus)
     rows: dict[str, Floats] = {f"bleu{order + 1}": video_bleu[order] for order in range(MAX_ORDER)}
     rows |= {"cider_d": cider_d, "cider": plain_cider}
-    rows["rouge_l"] = np.array([rouge_l(caption, theirs[video_id]) for video_id, caption in ours.items()])
-    rows["exact_match"] = np.array([float(caption != "" and caption in theirs[v]) for v, caption in ours.items()])
+    rows["rouge_l"] = np.array(
+        [rouge_l(caption, reference_tokens[video_id]) for video_id, caption in candidate_tokens.items()]
+    )
+    rows["exact_match"] = np.array(
+        [float(caption != "" and caption in reference_tokens[v]) for v, caption in candidate_tokens.items()]
+    )
     means = {name: float(row.mean()) for name, row in rows.items()}
     means |= {f"bleu{order + 1}": float(corpus_bleu[order]) for order in range(MAX_ORDER)}
-    return {name: dict(zip(ours, row.tolist(), strict=True)) for name, row in rows.items()}, means
+    return {name: dict(zip(candidate_tokens, row.tolist(), strict=True)) for name, row in rows.items()}, means
 
 
 def _require_videos(misfits: Sequence[str], what: str) -> None:
@@ -404,8 +426,8 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
         return ""
     references = {clip: texts for clip, texts in references.items() if clip not in wordless}
     captions = [caption for texts in references.values() for caption in texts]
-    clip_of = np.repeat(np.arange(len(references)), [len(texts) for texts in references.values()])
-    order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of), kind="stable")
+    clip_of_caption = np.repeat(np.arange(len(references)), [len(texts) for texts in references.values()])
+    order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of_caption), kind="stable")
     shortlist = list(dict.fromkeys(captions[index] for index in order))[:_SHORTLIST]
     scores = [
         score_captions(dict.fromkeys(references, caption), references, with_java=False).means["cider_d"]
@@ -414,19 +436,19 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
     return shortlist[int(np.argmax(scores))]
 
 
-def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats:
+def mean_cider(captions: Sequence[Sequence[str]], clip_of_caption: np.ndarray) -> Floats:
     """Return the mean CIDEr of each caption if it is used for every clip, [R], without the factor 10.
 
     Args:
         captions: Captions as lists of words.
-        clip_of: Index of each caption's clip, int64 [R], ascending from 0. Every clip has captions.
+        clip_of_caption: Index of each caption's clip, int64 [R], ascending from 0. Every clip has captions.
     """
-    num_clips = int(clip_of[-1]) + 1
-    weight = 1 / (num_clips * np.bincount(clip_of)[clip_of])
+    num_clips = int(clip_of_caption[-1]) + 1
+    weight = 1 / (num_clips * np.bincount(clip_of_caption)[clip_of_caption])
     total: Floats = np.zeros(len(captions))
     counts = count_grams(captions)
     for grams in counts:
-        clip_and_gram = np.unique(clip_of[grams.caption] * grams.num_grams + grams.gram)
+        clip_and_gram = np.unique(clip_of_caption[grams.caption] * grams.num_grams + grams.gram)
         document_frequency = np.bincount(clip_and_gram % grams.num_grams, minlength=grams.num_grams)
         entry = grams.count * (np.log(num_clips) - np.log(np.maximum(document_frequency, 1)))[grams.gram]
         norm = np.sqrt(np.bincount(grams.caption, weights=entry**2, minlength=len(captions)))

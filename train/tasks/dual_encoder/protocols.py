@@ -476,12 +476,12 @@ class RetrievalScorer:
 def _missing_text(protocol: RetrievalProtocol, *, num_videos: int, num_texts: int) -> str:
     if protocol.num_videos is None or protocol.num_captions is None:
         return ""
-    num_all = protocol.num_videos * protocol.num_captions
-    if (num_videos, num_texts) == (protocol.num_videos, num_all):
+    num_captions = protocol.num_videos * protocol.num_captions
+    if (num_videos, num_texts) == (protocol.num_videos, num_captions):
         return ""
     return (
-        f"{num_videos:,} of {protocol.num_videos:,} videos and {num_texts:,} of {num_all:,} captions of the protocol: "
-        "not comparable with published numbers"
+        f"{num_videos:,} of {protocol.num_videos:,} videos and {num_texts:,} of {num_captions:,} captions of the "
+        "protocol: not comparable with published numbers"
     )
 
 

@@ -163,7 +163,7 @@ def test_spice_is_asked_with_the_jars_that_are_given(monkeypatch: pytest.MonkeyP
 
 def test_a_folder_without_the_jars_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "stanford-corenlp-3.6.0.jar").touch()
-    with pytest.raises(UserError, match=r"no stanford-corenlp-3\.6\.0-models\.jar"):
+    with pytest.raises(UserError, match=r"lacks stanford-corenlp-3\.6\.0-models\.jar"):
         score_captions(CANDIDATES, REFERENCES, spice_jars=tmp_path)
 
 
