@@ -175,19 +175,20 @@ def run_breakdown(
             hint="omit --parallel.stages",
             flags=("--parallel.stages",),
         )
-    opened, results = open_bench(spec, settings, world, seconds=seconds), []
-    with convert_failures(opened.settings):
+    opened_task, results = open_bench(spec, settings, world, seconds=seconds), []
+    with convert_failures(opened_task.settings):
         for name in strategies:
             changed_task = replace(
-                opened, settings=replace(opened.settings, parallel=replace(opened.settings.parallel, strategy=name))
+                opened_task,
+                settings=replace(opened_task.settings, parallel=replace(opened_task.settings.parallel, strategy=name)),
             )
             for exchange in exchanges:
                 with Activity(f"measuring steps with {name}{'' if exchange is None else f', exchange {exchange}'}"):
                     results.append(measure_breakdown(changed_task, exchange=exchange, seconds=seconds))
-    return {"strategies": results, **facts_of(opened)}
+    return {"strategies": results, **facts_of(opened_task)}
 
 
-def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
+def measure_breakdown(opened_task: OpenedTask, *, exchange: Exchange | None, seconds: float) -> dict[str, Any]:
     """Break down training steps. All ranks call this function and get the same JSON-serialisable dict.
 
     Args:
@@ -196,7 +197,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
     Raises:
         UserError: The exchange of this objective cannot be replaced.
     """
-    steps, world = Steps(opened), opened.world
+    steps, world = Steps(opened_task), opened_task.world
     if exchange is not None:
         objective = steps.state.objective
         if not isinstance(objective, ContrastiveObjective) or isinstance(objective, AutogradObjective):
@@ -224,7 +225,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
         for _ in range(num_steps):
             take()
         unrecorded_s = (perf_counter() - began) / num_steps
-        with _record_events(opened.device) as events:
+        with _record_events(opened_task.device) as events:
             for _ in range(num_steps):
                 take()
     finally:
@@ -233,7 +234,7 @@ def measure_breakdown(opened: OpenedTask, *, exchange: Exchange | None, seconds:
     all_steps = [asdict(step) for rank in ranks for step in rank]
     names = [field.name for field in fields(Breakdown)]
     return {
-        "strategy": opened.settings.parallel.strategy,
+        "strategy": opened_task.settings.parallel.strategy,
         "exchange": exchange,
         "num_processes": world.size,
         "num_steps": num_steps,

@@ -41,33 +41,33 @@ def run_bench(spec: TaskSpec, settings: ClipSettings, *, seconds: float) -> dict
         UserError: The data cannot be measured (see `open_bench`).
         FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
-    opened = open_bench(spec, settings, World(), seconds=seconds)
+    opened_task = open_bench(spec, settings, World(), seconds=seconds)
     disk = None
     if is_local_folder(settings.folder):
         with Activity("measuring the disk"):
             disk = examine_disk(Path(settings.folder), is_data=True)
-    rates, steps = measure_stages(opened, seconds=seconds)
+    rates, steps = measure_stages(opened_task, seconds=seconds)
     stage_rates = {name: rate for name, rate in rates.stages.items() if rate is not None}
     verdict = judge(stage_rates, loader=rates.loader, compute=rates.compute)
     # Steps wait for data only once they have used up the batches that were loaded in advance.
-    num_ahead = 2 * opened.settings.batches_ahead + 3 if verdict.bound == "data" else 2
+    num_ahead = 2 * opened_task.settings.batches_ahead + 3 if verdict.bound == "data" else 2
     with Activity("measuring complete steps"):
-        step_times = take_steps(steps, opened, seconds=seconds, min_steps=num_ahead)
+        step_times = take_steps(steps, opened_task, seconds=seconds, min_steps=num_ahead)
     return {
         "links": [{"link": name, "items_per_s": rate} for name, rate in rates.stages.items()],
         "loader_items_per_s": rates.loader,
         "compute_items_per_s": rates.compute,
-        "step_items_per_s": opened.settings.batch / step_times.step_s,
+        "step_items_per_s": opened_task.settings.batch / step_times.step_s,
         **asdict(verdict),
         "step_s": step_times.step_s,
         "wait_share": step_times.wait_share,
-        "advice": advice(verdict.cause, opened.settings, cores=len(os.sched_getaffinity(0))),
+        "advice": advice(verdict.cause, opened_task.settings, cores=len(os.sched_getaffinity(0))),
         "read_bytes_per_item": rates.read_bytes_per_item,
         "memory_bytes": step_times.memory_bytes,
         "disk": disk and asdict(disk),
         "num_failed": len(rates.failures),
         "first_failure": next((f"{key}: {detail}" for key, detail in rates.failures.items()), None),
-        **facts_of(opened),
+        **facts_of(opened_task),
     }
 
 
@@ -89,19 +89,19 @@ def open_bench(spec: TaskSpec, settings: ClipSettings, world: World, *, seconds:
         )
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-    opened = open_to_measure(spec, settings, world=world, device=device, say=lambda line: None)
-    check_batch(opened.settings, opened.samples)
-    return opened
+    opened_task = open_to_measure(spec, settings, world=world, device=device, say=lambda line: None)
+    check_batch(opened_task.settings, opened_task.samples)
+    return opened_task
 
 
-def facts_of(opened: OpenedTask) -> dict[str, Any]:
+def facts_of(opened_task: OpenedTask) -> dict[str, Any]:
     """Return the entries of a result about the data, the machine and the settings."""
     return {
-        "data": opened.samples.describe(),
-        "variant": opened.samples.variant_name,
-        "device": opened.device.type,
-        "machine": machine(opened.device),
-        "settings": plain_values(asdict(opened.settings)),
+        "data": opened_task.samples.describe(),
+        "variant": opened_task.samples.variant_name,
+        "device": opened_task.device.type,
+        "machine": machine(opened_task.device),
+        "settings": plain_values(asdict(opened_task.settings)),
     }
 
 

@@ -81,31 +81,35 @@ def open_to_measure(
 class Steps:
     """Steps of the training loop, with the batches of this rank."""
 
-    def __init__(self, opened: OpenedTask) -> None:
-        self._opened, device = opened, opened.device
-        self.state = new_state(opened.task, opened.samples, opened.settings, world=opened.world, device=device)
+    def __init__(self, opened_task: OpenedTask) -> None:
+        self._opened_task, device = opened_task, opened_task.device
+        self.state = new_state(
+            opened_task.task, opened_task.samples, opened_task.settings, world=opened_task.world, device=device
+        )
         self._throughput = Throughput(device=device, precision=self.state.precision.name)
         self._guard = StepGuard(device)
 
     def batches(self) -> Generator[LoadedBatch, None, None]:
         """Return batches on the device, in training order."""
-        opened = self._opened
-        return prefetch(opened.samples.batches(position=0, max_failures=opened.settings.max_failures), opened.device)
+        opened_task = self._opened_task
+        return prefetch(
+            opened_task.samples.batches(position=0, max_failures=opened_task.settings.max_failures), opened_task.device
+        )
 
-    def take(self, loaded: LoadedBatch) -> None:
+    def take(self, loaded_batch: LoadedBatch) -> None:
         """Take one step, and wait for the device."""
-        opened = self._opened
-        step = next_step(self.state, opened.samples, opened.settings, world=opened.world)
+        opened_task = self._opened_task
+        step = next_step(self.state, opened_task.samples, opened_task.settings, world=opened_task.world)
         run_step(
             step,
             self.state,
-            loaded,
-            opened.settings,
-            world=opened.world,
+            loaded_batch,
+            opened_task.settings,
+            world=opened_task.world,
             throughput=self._throughput,
             guard=self._guard,
         )
-        opened.wait()
+        opened_task.wait()
 
     @property
     def state_bytes(self) -> int:
@@ -135,7 +139,7 @@ class StepTimes:
         return sum(self.step_times) / len(self.step_times)
 
 
-def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, min_steps: int = 2) -> StepTimes:
+def take_steps(steps: Steps, opened_task: OpenedTask, *, seconds: float, min_steps: int = 2) -> StepTimes:
     """Take a first step, and then steps until `seconds` have passed.
 
     Args:
@@ -145,21 +149,21 @@ def take_steps(steps: Steps, opened: OpenedTask, *, seconds: float, min_steps: i
         FailedWork: Too many samples could not be loaded.
     """
     step_times, wait_times = list[float](), list[float]()
-    with convert_failures(opened.settings), closing(steps.batches()) as batches:
+    with convert_failures(opened_task.settings), closing(steps.batches()) as batches:
         while len(step_times) <= min_steps or sum(step_times[1:]) < seconds:
             began_s = time.perf_counter()
-            loaded = next(batches)
+            loaded_batch = next(batches)
             wait_times.append(time.perf_counter() - began_s)
-            steps.take(loaded)
+            steps.take(loaded_batch)
             step_times.append(time.perf_counter() - began_s)
             if len(step_times) > 1 and sum(step_times) > max(_MAX_S, seconds):
                 break
     # Steps whose batches were loaded during the first step did not wait. Omit them if other steps remain.
-    num_ahead = 1 + opened.settings.batches_ahead
+    num_ahead = 1 + opened_task.settings.batches_ahead
     first_index = 1 + num_ahead if len(step_times) > 2 * num_ahead + 1 else 1
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if opened.device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated(opened.device)
+    if opened_task.device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(opened_task.device)
     return StepTimes(
         first_s=step_times[0],
         step_times=tuple(step_times[first_index:]),
@@ -250,43 +254,43 @@ class Rates:
     failures: dict[str, str]
 
 
-def measure_stages(opened: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]:
+def measure_stages(opened_task: OpenedTask, *, seconds: float) -> tuple[Rates, Steps]:
     """Measure the loader, the copy to the device and the steps, for about `seconds` each. Also return the steps.
 
     Raises:
         FailedWork: Too many samples could not be loaded.
     """
-    settings, batch = opened.settings, opened.settings.batch
-    stopwatch, sizes, failures = Stopwatch(opened.wait), list[int](), dict[str, str]()
-    reader = getattr(opened.samples, "reader", None)
+    settings, batch = opened_task.settings, opened_task.settings.batch
+    stopwatch, sizes, failures = Stopwatch(opened_task.wait), list[int](), dict[str, str]()
+    reader = getattr(opened_task.samples, "reader", None)
     if isinstance(reader, ClipReader):  # latents and streams have no such stages
         _watch_loading(reader, stopwatch, sizes)
     # Also stop if every sample has failed a hundred times, because such a training set has no rate.
-    max_failures = min(settings.max_failures, 100 * (opened.samples.num_samples or 1000))
-    batches = opened.samples.batches(position=0, max_failures=max_failures)
+    max_failures = min(settings.max_failures, 100 * (opened_task.samples.num_samples or 1000))
+    batches = opened_task.samples.batches(position=0, max_failures=max_failures)
     stopwatch.is_running, waits_s = True, list[float]()
     with Activity("measuring the loader"), convert_failures(settings), closing(batches):
         while sum(waits_s[1:]) < seconds:  # the first wait includes the start of the threads
             began_s = time.perf_counter()
-            loaded = next(batches)
+            loaded_batch = next(batches)
             waits_s.append(time.perf_counter() - began_s)
-            failures |= {sample.key: sample.detail for sample in loaded.failed}
+            failures |= {sample.key: sample.detail for sample in loaded_batch.failed}
     stopwatch.is_running = False
     # The threads have loaded more samples than were used.
     num_loaded = len(stopwatch.times_s[TOKENS])
     stages: dict[str, float | None] = {}
     if num_loaded:
         stages = {stage: settings.workers * num_loaded / sum(stopwatch.times_s[stage]) for stage in LOADER_STAGES}
-    stopwatch.watch(opened.task, "inputs", AUGMENT, is_on_device=True)
+    stopwatch.watch(opened_task.task, "inputs", AUGMENT, is_on_device=True)
     with Activity("measuring the model"):
-        steps = Steps(opened)
-        device_batch = loaded._replace(batch=to_device(loaded.batch, opened.device))
+        steps = Steps(opened_task)
+        device_batch = loaded_batch._replace(batch=to_device(loaded_batch.batch, opened_task.device))
 
         def copy() -> None:
-            to_device(loaded.batch, opened.device)
-            opened.wait()
+            to_device(loaded_batch.batch, opened_task.device)
+            opened_task.wait()
 
-        is_copied = opened.device.type != "cpu"
+        is_copied = opened_task.device.type != "cpu"
         stages["transfer"] = batch / median(_measure_calls(copy, seconds=seconds)) if is_copied else None
         steps.take(device_batch)
         stopwatch.is_running = True

@@ -73,7 +73,7 @@ class Precision:
         return self.name == "fp16"
 
     def accepts(self, grad_norm: Scalar) -> torch.Tensor:
-        """Return a bool tensor on the device that is True if the step may be taken, and update the loss scale.
+        """Update the loss scale. Return a bool tensor on the device: True if the step may be taken.
 
         Call this method once per step.
         """

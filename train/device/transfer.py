@@ -108,7 +108,7 @@ class StepGuard:
         self._is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def allow(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Return a bool tensor on the device that is True if this step may be taken.
+        """Return a bool tensor on the device: True if this step may be taken.
 
         Args:
             skips: True if a non-finite gradient norm blocks only this step (fp16), and not the later steps.

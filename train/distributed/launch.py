@@ -93,7 +93,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             raise
         raise FailedWork(
             f"rank {world.rank} of {world.size} has lost another rank ({first_line(error)}); "
-            "its last messages are above or in its own log; resume from the latest checkpoint with --resume"
+            "its last messages are above or in the log of that rank; resume from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
         # Do not destroy the process group: that could block, because other ranks wait for this rank.
@@ -196,7 +196,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
     except RuntimeError as error:
         raise FailedWork(
             f"rank {world.rank} of {world.size} gave up waiting for another rank to start "
-            f"({first_line(error)}); see its log"
+            f"({first_line(error)}); see the log of that rank"
         ) from error
     if differences:
         # All ranks must read the result before the process that hosts the store ends.

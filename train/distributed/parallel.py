@@ -86,7 +86,7 @@ class Replicated(DistributedDataParallel):
 
 @contextmanager
 def sync_gradients(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context of the forward and backward pass of a wrapped model. The gradients are reduced if `is_last` is True."""
+    """Context manager for the forward and backward pass of a wrapped model. Gradients are reduced if `is_last`."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield

@@ -112,8 +112,8 @@ def _judge_attention(machine: MachineFacts) -> Iterator[Finding]:
             if trial.attention == "sdpa":
                 yield _broken(problem, "install a build of torch that supports this GPU")
             else:
-                names = ", ".join(usable_backends) or "none"
-                yield _warning(problem, f"use --attention auto, which ignores this backend; usable backends: {names}")
+                names = f"; usable backends: {', '.join(usable_backends)}" if usable_backends else ""
+                yield _warning(problem, f"use --attention auto, which ignores this backend{names}")
         elif accelerator.gpus and trial.attention == "sdpa" and "math" in trial.kernels:
             yield _warning(
                 f"SDPA has no fused kernel for {trial.kind} in {trial.dtype}, and stores all scores in memory",

@@ -87,12 +87,12 @@ class FailureLog:
             ClipmillError: The loader failed on one of the ranks. All ranks raise the error of this loader.
         """
         began_s = time.perf_counter()
-        loaded, error = None, None
+        loaded_batch, error = None, None
         failed_samples: tuple[FailedSample, ...] = ()
         try:
             if self._world.stages.is_first:
-                loaded = next(batches)
-                failed_samples = loaded.failed
+                loaded_batch = next(batches)
+                failed_samples = loaded_batch.failed
         except TooManyFailures as too_many:
             failed_samples = too_many.failed
         except ClipmillError as loader_error:
@@ -108,9 +108,9 @@ class FailureLog:
             self._record([sample for samples in self._world.gather_objects(failed_samples) for sample in samples])
         if num_errors:
             raise next(rank_error for rank_error in self._world.gather_objects(error) if rank_error is not None)
-        loaded = broadcast_batch(loaded, self._world.stages)
-        assert loaded is not None  # otherwise an error has been raised above
-        return SyncedBatch(loaded, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
+        loaded_batch = broadcast_batch(loaded_batch, self._world.stages)
+        assert loaded_batch is not None  # otherwise an error has been raised above
+        return SyncedBatch(loaded_batch, stops=num_stops > 0, waited_s=all_R4[:, 3].max().item())
 
     def _record(self, failures: list[FailedSample]) -> None:
         self._keys += [failure.key for failure in failures]
@@ -136,7 +136,7 @@ def _remedy(failures: list[FailedSample]) -> str:
     """Return advice about a missing or damaged shard; empty if the last sample failed for another reason."""
     if failures[-1].reason not in ("shard_unreadable", "checksum"):
         return ""
-    return "; prep verify lists missing and damaged shards and the commands that rebuild them"
+    return "; `prep verify` lists missing and damaged shards and the commands that rebuild them"
 
 
 # Fraction of GPU memory reserved for cuBLAS, NCCL and fragmentation.

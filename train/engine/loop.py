@@ -139,7 +139,7 @@ def train(
     ):
         while state.step < settings.steps:
             # Get the next batch. If a rank has no batch, no rank takes the step: the collectives would never end.
-            began = log.end or DeviceEvent(device)
+            start_event = log.end or DeviceEvent(device)
             try:
                 synced_batch = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
@@ -153,14 +153,16 @@ def train(
                 save({})
                 writer.wait()
                 raise Stopped(f"step {state.step} is saved")
-            loaded = synced_batch.loaded
+            loaded_batch = synced_batch.loaded
             if world.stages.size > 1:
-                loaded = loaded._replace(batch=to_device(loaded.batch, device))
+                loaded_batch = loaded_batch._replace(batch=to_device(loaded_batch.batch, device))
 
             # Forward, backward, clip, step.
             step = next_step(state, samples, settings, world=world)
             with explain_out_of_memory(settings, world.replicas, device=device):
-                metrics = run_step(step, state, loaded, step_settings, world=world, throughput=throughput, guard=guard)
+                metrics = run_step(
+                    step, state, loaded_batch, step_settings, world=world, throughput=throughput, guard=guard
+                )
 
             # Log the previous step while the device computes this step, so that neither the host nor the device waits.
             if samples.visits_per_epoch:
@@ -170,11 +172,11 @@ def train(
                 PendingStep(
                     step=step,
                     metrics=LateMetrics(metrics, device),
-                    began=began,
+                    start_event=start_event,
                     waited_s=synced_batch.waited_s,
                     num_failed=failures.num_failed,
-                    batch=BatchIds(loaded.batch["key"], loaded.batch.get("caption_id")),
-                    skips=state.precision.skips_steps,
+                    batch=BatchIds(loaded_batch.batch["key"], loaded_batch.batch.get("caption_id")),
+                    may_skip=state.precision.skips_steps,
                     sources=folders.counts(state.cursor.position) if folders else {},
                 )
             )
@@ -207,7 +209,7 @@ def train(
 def run_step(
     step: Step,
     state: State,
-    loaded: LoadedBatch,
+    loaded_batch: LoadedBatch,
     settings: TrainingSettings,
     *,
     world: World,
@@ -222,7 +224,7 @@ def run_step(
     # Forward and backward, microbatch by microbatch. During the last backward pass, the wrapper of the model averages
     # the gradients of the model over the ranks. The objective has no wrapper, so its gradients are averaged here.
     with throughput.count_flops(state.counted_module) if throughput.flops_per_step is None else nullcontext():
-        metrics = state.objective.backward(state.trained_module, loaded.batch, step)
+        metrics = state.objective.backward(state.trained_module, loaded_batch.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
 
     # Clip the gradients by their norm over all ranks and stages, and unscale fp16 gradients in the same operation.
@@ -244,7 +246,7 @@ def run_step(
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
-    state.step, state.cursor = step.number, loaded.cursor
+    state.step, state.cursor = step.number, loaded_batch.cursor
 
     line = {"step": step.number, "loss": metrics["loss"], "lr": lr, "grad_norm": grad_norm, **metrics}
     if skips:

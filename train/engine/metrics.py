@@ -303,21 +303,21 @@ class PendingStep:
 
     Attributes:
         metrics: `loss`, `grad_norm` and other metrics for metrics.jsonl, except throughput and evaluation metrics.
-        began: Event at the end of the previous step; for the first step, an event recorded before its batch was loaded.
+        start_event: Event at the end of the previous step, or before the first batch was loaded (first step).
         waited_s: Time that the host waited for the batch, in seconds.
         num_failed: Number of samples that have failed so far.
         batch: Samples of this rank.
-        skips: True if the gradient norm may be infinite, because the optimizer skips such a step (fp16).
+        may_skip: True if the optimizer skips a step with a non-finite gradient norm (fp16).
         sources: Number of samples drawn so far from each data folder of a mixture, including failed samples.
     """
 
     step: Step
     metrics: LateMetrics
-    began: DeviceEvent
+    start_event: DeviceEvent
     waited_s: float
     num_failed: int
     batch: BatchIds
-    skips: bool
+    may_skip: bool
     sources: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -374,7 +374,7 @@ class MetricsLog:
             return
         metrics = pending.metrics.read()
         checked_values = {"loss": metrics["loss"]}
-        if not pending.skips:
+        if not pending.may_skip:
             checked_values["norm of the gradients"] = metrics["grad_norm"]
         for name, value in checked_values.items():
             if not math.isfinite(value):
@@ -417,7 +417,7 @@ class MetricsLog:
             metrics = pending.metrics.read()
         except RuntimeError:
             return  # the device itself failed
-        if math.isfinite(metrics["loss"]) and (pending.skips or math.isfinite(metrics["grad_norm"])):
+        if math.isfinite(metrics["loss"]) and (pending.may_skip or math.isfinite(metrics["grad_norm"])):
             self._trackers.log(self._line(pending, {}))
 
     def _line(self, pending: PendingStep, evaluation: Mapping[str, float]) -> dict[str, Any]:
@@ -427,7 +427,7 @@ class MetricsLog:
         if "num_skipped" in line:
             line["num_skipped"] = int(line["num_skipped"])
         speed = self._throughput.metrics(
-            step_s=pending.metrics.end.seconds_since(pending.began),
+            step_s=pending.metrics.end.seconds_since(pending.start_event),
             waited_s=pending.waited_s,
             num_samples=self._num_samples,
         )

@@ -134,7 +134,7 @@ def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world:
     if not isinstance(task, PipelineTask):
         raise UserError(
             f"--parallel.stages {parallel.stages} is not supported: "
-            f"models trained by train {task.name} cannot be cut into stages",
+            f"models trained by `train {task.name}` cannot be cut into stages",
             hint="use --parallel.strategy fsdp if the model does not fit on one GPU",
             flags=("--parallel.stages",),
         )

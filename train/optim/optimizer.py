@@ -1,7 +1,7 @@
 """The optimizer of a run: construction, learning rate schedule, gradient clipping and steps.
 
-AdamW comes from torch. SGD, Lion and LAMB are implemented here: they update many tensors at once, complete or sharded,
-and a GPU can skip a step without waiting for the host.
+AdamW comes from torch. SGD, Lion and LAMB are implemented here: they update many tensors together, complete or
+sharded, and a GPU can skip a step without waiting for the host.
 """
 
 import math
@@ -22,7 +22,7 @@ from clipmill.train.optim.parameters import parameter_groups
 
 
 class ForeachOptimizer(Optimizer):
-    """Base class for optimizers that update all parameters of a group at once.
+    """Base class for optimizers that update all parameters of a group together.
 
     Attributes:
         found_inf: Zero-dimensional float on the device. If it is not 0, the step is skipped, as in torch's fused

@@ -37,7 +37,9 @@ class _Result:
     table: Table
 
 
-def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, folder: str, step: int | None) -> str:
+def model_card(
+    opened_run: OpenedRun, exported: Export, *, form: str, opener: str, folder: str, step: int | None
+) -> str:
     """Return the card of exported weights, as Markdown with YAML metadata, without paths of this machine.
 
     Args:
@@ -45,14 +47,14 @@ def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, f
         folder: Name of the folder with the weights, for the code examples.
         step: Step of the exported checkpoint; None for weights without a run. Results for other steps are omitted.
     """
-    facts = {} if opened.run is None else opened.run.read_facts()
-    results = _results(opened, step=step)
-    name = Path(opened.title).name or opened.title
+    facts = {} if opened_run.run is None else opened_run.run.read_facts()
+    results = _results(opened_run, step=step)
+    name = Path(opened_run.title).name or opened_run.title
     limits = [*exported.remarks]
     limits += ["The model reproduces the biases of its training data, and was not tested for uses that affect people."]
-    limits += ["The model was not trained with clipmill: its weights were converted."] if opened.run is None else []
-    settings = flatten(plain_values({name: getattr(opened.settings, name, None) for name in _SETTING_NAMES}))
-    rows = [("task", opened.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
+    limits += ["The model was not trained with clipmill: its weights were converted."] if opened_run.run is None else []
+    settings = flatten(plain_values({name: getattr(opened_run.settings, name, None) for name in _SETTING_NAMES}))
+    rows = [("task", opened_run.spec.name), *(() if step is None else [("optimizer steps", f"{step:,}")])]
     rows += [(name, str(facts[name])) for name in _FACT_NAMES if name in facts]
     rows += [
         (f"initial {name.replace('_', ' ')}", _source_name(start)) for name, start in initial_weights(facts).items()
@@ -63,7 +65,7 @@ def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, f
         "Training": "\n".join(
             ["| | |", "|---|---|", *(f"| {_plain_text(name)} | {_plain_text(text)} |" for name, text in rows)]
         ),
-        "Evaluation": "\n\n".join([*_input_note(opened, exported), *(_table(result.table) for result in results)])
+        "Evaluation": "\n\n".join([*_input_note(opened_run, exported), *(_table(result.table) for result in results)])
         if results
         else "Not evaluated. Run `train eval` on the run, then `train export` again, to add metrics.",
         "Limits": "\n".join(f"- {_plain_text(limit)}" for limit in limits),
@@ -72,9 +74,9 @@ def model_card(opened: OpenedRun, exported: Export, *, form: str, opener: str, f
     }
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
     # The Hub attributes the metrics in the metadata to the model that its users open.
-    metadata = _metadata(opened.spec.pipeline, form, [] if exported.model_input else results, name=name)
+    metadata = _metadata(opened_run.spec.pipeline, form, [] if exported.model_input else results, name=name)
     front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    return f"---\n{front_matter}---\n\n# {_plain_text(name)}\n\n{_summary(opened)}\n\n{body}\n"
+    return f"---\n{front_matter}---\n\n# {_plain_text(name)}\n\n{_summary(opened_run)}\n\n{body}\n"
 
 
 def _metadata(pipeline: str | None, form: str, results: Sequence[_Result], *, name: str) -> dict[str, Any]:
@@ -104,9 +106,9 @@ def _metadata(pipeline: str | None, form: str, results: Sequence[_Result], *, na
     return {name: value for name, value in metadata.items() if value is not None}
 
 
-def _summary(opened: OpenedRun) -> str:
-    settings = opened.settings
-    kind = opened.spec.name.replace("-", " ")
+def _summary(opened_run: OpenedRun) -> str:
+    settings = opened_run.settings
+    kind = opened_run.spec.name.replace("-", " ")
     return (
         f"A {kind} model for video ({settings.model}), for clips of {count_noun(settings.num_frames, 'frame')} at "
         f"{settings.size_px} x {settings.size_px} pixels. Trained with clipmill {installed_version('clipmill')}."
@@ -148,13 +150,13 @@ def _source_name(report: Mapping[str, Any]) -> str:
     return Path(source).name if "/" in source else source
 
 
-def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
+def _results(opened_run: OpenedRun, *, step: int | None) -> list[_Result]:
     """Return the results of the exported checkpoint with the same overrides (frames and size) as the export."""
     evaluations, overrides = (
-        {evaluation.result_name: evaluation for evaluation in evaluations_of(opened.spec.name)},
-        opened.overrides.given_values(),
+        {evaluation.result_name: evaluation for evaluation in evaluations_of(opened_run.spec.name)},
+        opened_run.overrides.given_values(),
     )
-    results = {} if opened.run is None else {path.stem: read_object(path) for path in opened.run.results()}
+    results = {} if opened_run.run is None else {path.stem: read_object(path) for path in opened_run.run.results()}
     return [
         _Result(name, str(result["split"]), table_of(evaluations[result["evaluation"]].table, result))
         for name, result in results.items()
@@ -164,17 +166,17 @@ def _results(opened: OpenedRun, *, step: int | None) -> list[_Result]:
     ]
 
 
-def _input_note(opened: OpenedRun, exported: Export) -> list[str]:
+def _input_note(opened_run: OpenedRun, exported: Export) -> list[str]:
     """Return a note that the metrics apply only to the video model, if other libraries open a different model."""
     if not exported.model_input:
         return []
-    num_frames = count_noun(opened.settings.num_frames, "frame")
+    num_frames = count_noun(opened_run.settings.num_frames, "frame")
     return [
         f"**These are metrics of the run's video model, which reads clips of {num_frames} and is opened by "
         "`clipmill.load_model`. The model that other libraries open from this folder reads "
-        f"{exported.model_input}, computes something else, and was not evaluated.** To evaluate it, use "
-        "`train eval NAME RUN --num-frames 1` (with `--clips N` the mean of N frames); `train export RUN "
-        "--num-frames 1` writes that model, with these metrics in its card."
+        f"{exported.model_input}, computes something else, and was not evaluated.** To evaluate that model, use "
+        "`train eval NAME RUN --num-frames 1` (add `--clips N` to average over N frames). `train export RUN "
+        "--num-frames 1` then exports that model, with the new metrics in the card."
     ]
 
 

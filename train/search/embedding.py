@@ -269,7 +269,8 @@ def open_work(model: LoadedModel, request: EmbedRequest, *, weights: str) -> Emb
         )
     if features == "embedding" and not has_embedding:
         raise UserError(
-            f"{weights} has no embeddings: it is not a dual encoder", hint="use --features pooled or --features tokens"
+            f"{weights} is not a dual encoder, so it cannot compute embeddings",
+            hint="use --features pooled or --features tokens",
         )
     samples = _open_samples(model, settings, request)
     return EmbeddingWork(

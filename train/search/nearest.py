@@ -58,10 +58,10 @@ def find_nearest(
     rows_per_thread = -(-num_rows // (num_threads * block_rows)) * block_rows
 
     def search_part(begin: int) -> NearestRows:
-        best = NearestRows(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
+        best_rows = NearestRows(np.empty((len(query_QE), 0), np.int64), np.empty((len(query_QE), 0), np.float32))
         rows = range(begin, min(begin + rows_per_thread, num_rows))
         for first, block_RE in _blocks(path, rows, offset=offset, block_rows=block_rows, width=query_QE.shape[1]):
-            # A matrix product would be slower: BLAS starts threads for each block, which wait for each other.
+            # A matrix product would be slower: BLAS starts threads for each block, and the threads wait for each other.
             score_QR: NDArray[np.float32] = np.vecdot(query_QE[:, None], block_RE)
             if not is_unit_length:
                 length_R = np.sqrt(np.vecdot(block_RE, block_RE))
@@ -69,9 +69,9 @@ def find_nearest(
             if not np.isfinite(score_QR).all():
                 row = first + int(np.flatnonzero(~np.isfinite(score_QR).all(axis=0))[0])
                 raise UserError(f"row {row} of {path} is not finite: the file is damaged", hint=_NEW_FOLDER_HINT)
-            best = _merge_block(best, first, score_QR, count=count)
+            best_rows = _merge_block(best_rows, first, score_QR, count=count)
             on_progress(len(block_RE))
-        return best
+        return best_rows
 
     with ThreadPoolExecutor(num_threads) as threads:
         parts = list(threads.map(search_part, range(0, num_rows, rows_per_thread)))
@@ -135,12 +135,12 @@ def open_matrix(path: Path) -> NDArray[np.float32]:
     return matrix
 
 
-def _merge_block(best: NearestRows, first_row: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
+def _merge_block(best_rows: NearestRows, first_row: int, score_QR: NDArray[np.float32], *, count: int) -> NearestRows:
     """Return the best rows of the earlier blocks and of the next block, which starts at row `first_row`."""
-    if best.score_QK.shape[1] == count and not (score_QR > best.score_QK[:, -1:]).any():
-        return best
+    if best_rows.score_QK.shape[1] == count and not (score_QR > best_rows.score_QK[:, -1:]).any():
+        return best_rows
     rows, scores = [], []
-    for best_row_K, best_K, score_R in zip(best.row_QK, best.score_QK, score_QR, strict=True):
+    for best_row_K, best_K, score_R in zip(best_rows.row_QK, best_rows.score_QK, score_QR, strict=True):
         # Later rows rank below earlier rows with the same score, so a new row must beat the worst of the best rows.
         new_rows = np.flatnonzero(score_R > best_K[-1]) if len(best_K) == count else np.arange(len(score_R))
         if len(new_rows) > count:

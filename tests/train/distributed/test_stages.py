@@ -205,7 +205,7 @@ def test_cuts_that_cannot_be_are_refused() -> None:
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2" in caught.value.hint
     with pytest.raises(UserError, match=r"--parallel.stages is 10, but the model has only 9 layers"):
         take_stage(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
-    with pytest.raises(UserError, match="models trained by train plane cannot be cut into stages"):
+    with pytest.raises(UserError, match="models trained by `train plane` cannot be cut into stages"):
         check_stages(PlaneTask(), None, TrainingSettings(parallel=ParallelSettings(stages=2)), world=World(size=2))
     with pytest.raises(UserError, match=r"--parallel.strategy fsdp and --parallel.stages 2 cannot be combined"):
         ParallelSettings(stages=2, strategy="fsdp")

@@ -268,7 +268,7 @@ def test_a_split_without_captions_is_pointed_to_its_chunks(
     [
         (["--split", "nowhere"], "no videos of split 'nowhere'"),
         (["--batch", "0"], "--batch is 0"),
-        (["--features", "embedding"], "it is not a dual encoder"),
+        (["--features", "embedding"], "is not a dual encoder"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_and_leaves_nothing(
