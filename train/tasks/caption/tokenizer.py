@@ -38,7 +38,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class CaptionTokenizer:
-    """Byte-level BPE that converts any text to tokens and back.
+    """Byte-level BPE that converts text to tokens and back.
 
     Args:
         where: Source of the tokenizer, for messages.
