@@ -220,12 +220,12 @@ class Batch:
     """A batch of captions from a table.
 
     Attributes:
-        numbers: int64[N], 0-based index of each caption's row, not counting the header.
+        row_indices: int64[N], 0-based index of each caption's row, not counting the header.
         rows: Table of COLUMNS with N rows. Video, text, source and likelihood may be null. Values are not validated.
         faults: Rows without usable captions.
     """
 
-    numbers: np.ndarray
+    row_indices: np.ndarray
     rows: pa.Table
     faults: tuple[Fault, ...] = ()
 

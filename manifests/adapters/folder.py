@@ -58,7 +58,7 @@ def read_folder(
     subtitles: bool = False,
     dataset: str = "folder",
     skip: Location | None = None,
-    known: Mapping[str, str] | None = None,
+    known_files: Mapping[str, str] | None = None,
 ) -> Reading:
     """Read a folder of videos.
 
@@ -68,7 +68,7 @@ def read_folder(
         subtitles: Read the subtitles and the output of speech recognition next to the videos.
         dataset: Name of the dataset in the manifest.
         skip: Subfolder to ignore, such as the data folder.
-        known: File names of the videos of this dataset in the manifest, by source ID. These videos keep their IDs.
+        known_files: File names of this dataset's videos in the manifest, by source ID. These videos keep their IDs.
 
     Raises:
         UserError: No videos are found, the files cannot be listed, or the table of captions cannot be read.
@@ -96,7 +96,7 @@ def read_folder(
     usable_files = [file for file in files if builder.check_file(file.source_id, file.path, size_bytes=file.size_bytes)]
     video_indices: dict[str, int | None] = {}
     owners: dict[str, VideoFile] = {}
-    for file, source_id in zip(usable_files, file_ids(usable_files, known=known or {}), strict=True):
+    for file, source_id in zip(usable_files, file_ids(usable_files, known_files=known_files or {}), strict=True):
         split = split_of_folders(file.relative)
         video_indices[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
         if source_id == file.source_id:
@@ -280,7 +280,7 @@ def _split_of_row(value: object) -> str | None:
     return split
 
 
-def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:
+def file_ids(files: Sequence[VideoFile], *, known_files: Mapping[str, str]) -> list[str]:
     """Assign a unique source ID to each file, and return the IDs in the order of the files.
 
     The ID of `a.mp4` is `a`. If several files differ only in the extension, each ID includes the extension (`a.mkv`,
@@ -289,13 +289,13 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
     on the order of the files.
 
     Args:
-        known: File names, without folders, of the videos of this dataset in the manifest, by source ID.
+        known_files: File names, without folders, of the videos of this dataset in the manifest, by source ID.
     """
     ids: list[str | None] = []
     for file in files:
         name = PurePosixPath(file.relative)
-        candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}") if known else ()
-        ids.append(next((source_id for source_id in candidates if known.get(source_id) == name.name), None))
+        candidates = (file.source_id, file.relative, f"{file.relative}{name.suffix}") if known_files else ()
+        ids.append(next((source_id for source_id in candidates if known_files.get(source_id) == name.name), None))
     used_ids = {source_id for source_id in ids if source_id is not None}
     claims = Counter(file.source_id for file in files)
     for row, file in enumerate(files):

@@ -215,7 +215,7 @@ class _Reader:
 
         def reject(is_wrong: np.ndarray, reason: Reason, detail: Callable[[int], str]) -> None:
             for index in np.flatnonzero(is_usable & is_wrong).tolist():
-                name, number = rows["video"][index].as_py(), int(batch.numbers[index])
+                name, number = rows["video"][index].as_py(), int(batch.row_indices[index])
                 self._builder.reject(reason, file=str(table.path), row=number, source_id=name, detail=detail(index))
             np.logical_and(is_usable, ~is_wrong, out=is_usable)
 
@@ -276,7 +276,7 @@ class _Reader:
                     video_of_name[name] = error
             video = video_of_name[name]
             if isinstance(video, AmbiguousName):
-                number = int(batch.numbers[index])
+                number = int(batch.row_indices[index])
                 self._builder.reject(
                     Reason.AMBIGUOUS_VIDEO, file=str(table.path), row=number, source_id=name, detail=str(video)
                 )

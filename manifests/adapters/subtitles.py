@@ -320,7 +320,7 @@ def note_companion_files(builder: ReadingBuilder, files: Sequence[VideoFile], *,
     num_subtitles = sum(_suffix(file) in _SUBTITLE_SUFFIXES for file in files)
     num_asr = sum(
         _suffix(file) == _ASR_SUFFIX
-        and _video_stem(_stem(file.relative), known=stems)[0] in stems
+        and _video_stem(_stem(file.relative), video_stems=stems)[0] in stems
         and _looks_like_asr(file.path)
         for file in files
     )
@@ -367,7 +367,7 @@ def add_companion_files(
     files_of_video: dict[str, list[tuple[VideoFile, str]]] = defaultdict(list)
     builder.begin_annotations(directory)
     for file in sorted(files, key=lambda file: _ORDER.index(_suffix(file))):
-        stem, language = _video_stem(_stem(file.relative), known=videos.keys())
+        stem, language = _video_stem(_stem(file.relative), video_stems=videos.keys())
         names = videos.get(stem, [])
         if len(names) == 1:
             files_of_video[names[0]].append((file, language))
@@ -465,18 +465,18 @@ def _stem(relative: str) -> str:
     return compose_unicode(PurePosixPath(relative).with_suffix("").as_posix())
 
 
-def _video_stem(stem: str, *, known: Container[str]) -> tuple[str, str]:
+def _video_stem(stem: str, *, video_stems: Container[str]) -> tuple[str, str]:
     """Split the stem of a file into the stem of its video and the language.
 
     Args:
-        known: Stems of the videos.
+        video_stems: Stems of the videos.
 
     Returns:
         The stem of the video, and the language, which may be empty. If no video matches, the result is (stem, "").
     """
     name, words = stem, list[str]()
     for _ in range(_MAX_NAME_WORDS + 1):
-        if name in known:
+        if name in video_stems:
             return name, ".".join(words)
         head, dot, word = name.rpartition(".")
         if not (dot and _NAME_WORD.fullmatch(word)):

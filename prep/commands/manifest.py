@@ -112,7 +112,7 @@ def read_captioned(
         known, data = known_files(into.data, into.dataset), location_of(into.data)
         table = tables[0] if tables else None
         return adapter.read(
-            into.videos, captions=table, subtitles=subtitles, dataset=into.dataset, skip=data, known=known
+            into.videos, captions=table, subtitles=subtitles, dataset=into.dataset, skip=data, known_files=known
         )
 
     write_dataset(read, [] if captions is None else [captions], into=into, has_next=has_next)

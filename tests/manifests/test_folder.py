@@ -106,13 +106,13 @@ def test_a_file_keeps_its_id_when_one_with_another_ending_comes_or_goes(
     table.write_text("video,text\na,one\na.mp4,two\n")
     before = read_folder(folder, captions=table)
     make_videos("a.mkv")
-    after = read_folder(folder, captions=table, known=known_files(before))
+    after = read_folder(folder, captions=table, known_files=known_files(before))
     assert known_files(after) == {"a": "a.mp4", "a.mkv": "a.mkv", "b": "b.mp4"}
     # Captions stay with the video whose ID is their name.
     assert captions(after) == captions(before)
-    assert known_files(read_folder(folder, known=known_files(after))) == known_files(after)
+    assert known_files(read_folder(folder, known_files=known_files(after))) == known_files(after)
     (folder / "a.mp4").unlink()
-    assert known_files(read_folder(folder, known=known_files(after))) == {"a.mkv": "a.mkv", "b": "b.mp4"}
+    assert known_files(read_folder(folder, known_files=known_files(after))) == {"a.mkv": "a.mkv", "b": "b.mp4"}
 
 
 def test_a_name_that_fits_two_new_files_is_ambiguous_on_the_rerun_too(make_videos: VideoMaker, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_name_that_fits_two_new_files_is_ambiguous_on_the_rerun_too(make_video
     table = tmp_path / "captions.csv"
     table.write_text("video,text\na,one\na.mp4,two\n")
     first = read_folder(folder, captions=table)
-    again = read_folder(folder, captions=table, known=known_files(first))
+    again = read_folder(folder, captions=table, known_files=known_files(first))
     for reading in (first, again):
         assert [row[3] for row in captions(reading)] == ["two"]
         assert reasons(reading) == [("ambiguous_video", "a")]
