@@ -336,7 +336,7 @@ def test_the_whole_of_a_video_is_its_frames_at_a_rate_that_is_no_round_number(tm
 def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
     shape = replace(SHAPE, sampling=Sampling(num_frames=4, rule="stride", stride=5))
     samples = open_set(data_dir, shape=shape)
-    assert "6 shorter than 4 x 5 frames, with a smaller stride" in samples.describe()
+    assert "6 shorter than 4 x 5 frames and sampled with a smaller stride" in samples.describe()
     assert numbers(samples, 2) == [32, 37, 42, 47]  # the middle 20 of frames 30 to 54
     assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames, so the stride is 2.5
 

@@ -27,12 +27,12 @@ class Batches:
     sample is dropped or repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last
     batch may be smaller. A stream of tars has no length and, with `shuffle=True`, no end.
 
-    A batch is a dictionary that contains lists of strings, and tensors (arrays if `device` is None; docs/python.md). It
-    belongs to the caller and is never overwritten.
+    A batch is a dictionary that contains lists of strings, and tensors (arrays if `device` is None; docs/python.md). A
+    batch belongs to the caller and is never overwritten.
 
     Args:
         samples: Samples and loader of this rank.
-        finish: Function that turns a loaded batch (of arrays if `device` is None) into the batch that the user gets. It
+        finish: Function that turns a loaded batch (of arrays if `device` is None) into the user's batch. The function
             is called in the caller's thread, because the prefetching thread is busier.
         classes: Classes of the labels; None without labels.
         world: Rank and number of ranks; None for `joined_world()`.

@@ -1,8 +1,8 @@
 """Usable captions of a split, and the grouping of these captions into a table of clips.
 
-Captions are ordered by video and time (clipmill.manifests.caption_spans). The chunks of a span that several captions
-share are looked up only once, and texts are not copied. The resulting arrays are allocated with `scratch`, so that tens
-of millions of captions take little memory.
+Captions are ordered by video and time (clipmill.manifests.caption_spans). If several captions share a
+span, the chunks of this span are looked up only once. Texts are not copied. The resulting arrays are allocated with
+`scratch`, so that tens of millions of captions take little memory.
 """
 
 from collections import Counter
@@ -155,7 +155,7 @@ def usable_captions(
 
 @dataclass(frozen=True)
 class Spans:
-    """Spans of clips, ordered by video and time. Each array has one entry per clip, and its index is the clip ID.
+    """Spans of clips, ordered by video and time. Each array has one entry per clip, at the index of the clip ID.
 
     Attributes:
         begin_us, end_us: Span in the video, microseconds.
@@ -286,7 +286,7 @@ def make_clip_table(
             selected_chunks=None
             if selected_chunks is None
             else selected_chunks[first_chunk : first_chunk + len(chunks_of_block)],
-            is_of_split=chunks.shows_only_split(video_row=block.video, begin_s=block.begin_s, end_s=block.end_s),
+            is_of_split=chunks.are_entirely_in_split(video_row=block.video, begin_s=block.begin_s, end_s=block.end_s),
             counts=block.counts,
         )
         num_unusable.update(usable.num_unusable)
@@ -342,7 +342,7 @@ def no_captions(data_dir: Path, split: str) -> NoCaptions:
 
 
 def digest_used_texts(texts: pa.ChunkedArray, is_used: NDArray[np.bool_]) -> tuple[str, str | None]:
-    """Return the `TextDigest` of the texts in use, and the text that all of them have, or None if they differ."""
+    """Return the hex `TextDigest` of the texts in use, and their common text, or None if the texts differ."""
     digest, begin, common_texts = TextDigest(), 0, set[str | None]()
     for chunk in texts.chunks:
         texts_in_chunk = chunk.filter(pa.array(is_used[begin : begin + len(chunk)]))

@@ -77,7 +77,7 @@ class Sources:
 
 
 def equal_weights(names: Sequence[str]) -> str:
-    """Return a value for `--captions.sources` that weights these sources equally, whatever the model fingerprints."""
+    """Return a value for `--captions.sources` that gives these sources equal weights, for any model fingerprints."""
     pairs = dict.fromkeys(f"{name.partition('@')[0]}@*=1" if is_model_source(name) else f"{name}=1" for name in names)
     return ",".join(pairs)
 

@@ -82,7 +82,7 @@ class Chunk:
 class Chunks:
     """Iterable of the decoded chunks of a split, ordered by video and time (`read_chunks`).
 
-    If a chunk belongs to the split only in part, only the frames of this split are returned.
+    If only part of a chunk belongs to the split, only the frames of this part are returned.
 
     Attributes:
         failures: Chunks whose decoding has failed so far, with key, reason and detail.
@@ -128,7 +128,7 @@ class Chunks:
             grid, times = chunks.table.times(chunk), chunks.times(chunk)
             nominal_frames = range(grid.frame_at(begin_us, 1), grid.frame_at(end_us - 1, 1) + 1, self._every)
             frames = [times.nominal_frame(frame) for frame in nominal_frames]
-            # If the chunk belongs to the split only in part, omit the frames of other splits.
+            # If only part of the chunk belongs to the split, omit the frames of other splits.
             if begin_us > grid.start_ms * 1000 or end_us < grid.end_us:
                 frames = [frame for frame in frames if begin_us <= times.frame_begin_us(frame) < end_us]
                 frames = frames or [times.frame_at(begin_us, 1)]

@@ -62,7 +62,7 @@ class _OpenedChunks:
     Attributes:
         video_ids: IDs of the videos of the split.
         table: Chunks of these videos.
-        divided: Videos whose seconds belong to several splits; None if there are none.
+        divided: Videos that are divided among several splits; None if no video is divided.
         num_open: Number of shards with open GOPs; None if unknown.
     """
 
@@ -111,16 +111,16 @@ class ChunkSet:
         has_captions: True if the samples have captions.
 
     Attributes:
-        video_ids: IDs of the videos of the split, including videos that belong to the split only in part.
+        video_ids: IDs of the videos of the split, including videos that belong to it only partly.
         table: Table of all chunks of these videos. Its video rows are indices into `video_ids`.
-        divided: Videos whose seconds belong to several splits, by their rows in `video_ids`; None if there are none.
+        divided: Videos that are divided among several splits, by row in `video_ids`; None if no video is divided.
         selection: Chunks and captions that `where` selects.
         decoder: Decoder for the chunks that `read` returns.
         num_readers: Number of threads that read ahead of decoding; 0 if the decoding threads read a local folder.
 
     Raises:
         UserError: The data folder does not exist or has no shards; the split has no videos; or `where` is not a valid
-            expression, selects nothing, or uses scores that the chunks do not have.
+            expression, selects nothing, or uses scores that the chunks lack.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ChunkSet:
             depends_on=self.depends_on,
         )
 
-    def shows_only_split(
+    def are_entirely_in_split(
         self, *, video_row: NDArray[np.integer], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> NDArray[np.bool_] | None:
         """Return a mask of the spans that do not overlap other splits; None if no video is divided."""
@@ -183,7 +183,7 @@ class ChunkSet:
         return self.divided.is_entirely_in(self.split, video=video_row, begin_us=begin_us, end_us=end_us)
 
     def require_same_manifest(self) -> None:
-        """Raise a UserError if the manifest has changed since the chunks were opened. A table must not mix versions."""
+        """Raise a UserError if the manifest has changed since the chunks were opened. Tables must not mix versions."""
         _, *mark = self.videos
         require_same_manifest(self._data_dir, tuple(mark))
 
@@ -193,7 +193,7 @@ class ChunkSet:
         return chunk_key(video_id, int(self.table.start_ms[chunk]))
 
     def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
-        """Read the bytes for decoding `frames` of a chunk; raise SampleFailed if they cannot be read."""
+        """Read the bytes that are needed to decode `frames` of a chunk; raise SampleFailed if this fails."""
         shard, row = self._variant.shard(int(self.table.shard[chunk])), int(self.table.row[chunk])
         video = int(self.table.video_row[chunk])
         return read_chunk(
@@ -312,7 +312,7 @@ class ClipQuery:
 
 
 def clip_query(settings: ClipSettings, folder: DataFolder, *, split: str, loading: LoaderSettings) -> ClipQuery:
-    """Return the query for the clips of a folder according to the settings, with the shape for training."""
+    """Return the query that these settings define for the clips of a folder, with the shape for training."""
     return ClipQuery(
         folder.path,
         split=split,
@@ -337,7 +337,7 @@ class ClipPlan:
     """Frames to read for a requested clip.
 
     Attributes:
-        request: Request. Its `sample` is the row of the clip.
+        request: Request for the clip. `request.sample` is the row of the clip in the table.
         key: Key of the first chunk.
         frames: Frames in order, as pairs of a chunk and a frame of this chunk.
         rng: Random number generator for the crop; None in an evaluation.
@@ -363,7 +363,7 @@ class ClipPlan:
 
 @dataclass(frozen=True)
 class ReadClips:
-    """Bytes for the clips of a group of requests, read ahead of decoding.
+    """Bytes that are needed to decode the clips of a group of requests.
 
     Attributes:
         plans: Frames of each clip.
@@ -386,7 +386,7 @@ class ClipReader(ThreadedReader):
     Sample i shows row i // repeats of the table.
 
     Args:
-        chunks: Chunks. Their rows are the parts in the table.
+        chunks: Chunks that contain the clips. The parts in the table are rows of `chunks.table`.
         table: Table with the spans of the clips.
         shape: Rules for sampling, cropping and resizing the frames of clips.
         annotations: Annotations that are added to samples, such as captions.
@@ -394,7 +394,8 @@ class ClipReader(ThreadedReader):
             read and decoded only once if the samples are loaded as a group.
         same_frames: Number of consecutive samples of a clip that show the same moments in training.
         moments: Function that takes a row and a random number generator (None in an evaluation), and returns the
-            moments to show; it raises ValueError if there are none. None to sample moments from the span of the row.
+            moments to show; the function raises ValueError if the row has no moments. None to sample moments from the
+            span of the row.
     """
 
     def __init__(
@@ -441,14 +442,14 @@ class ClipReader(ThreadedReader):
         parts = [self.chunks.describe()]
         if self._repeats > 1:
             noun = "crops of the same frames" if self._num_same_frames > 1 else "samples"
-            parts.append(f"{self._repeats} {noun} of each in an epoch")
+            parts.append(f"{self._repeats} {noun} of each clip per epoch")
         sampling, table = self._shape.sampling, self.chunks.table
         if sampling.rule == "stride":
             fps_den = table.fps_den[self._first_chunk].astype(np.int64)
             window = sampling.num_frames * sampling.stride * US_PER_S * fps_den
             is_shrunk = (self._end_us - self._begin_us) * table.fps_num[self._first_chunk] < window
             if num_shrunk := int(is_shrunk.sum()):
-                parts.append(f"{num_shrunk:,} shorter than {sampling.window}, with a smaller stride")
+                parts.append(f"{num_shrunk:,} shorter than {sampling.window} and sampled with a smaller stride")
         return parts
 
     @property

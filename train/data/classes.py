@@ -68,10 +68,10 @@ def read_classes(*data_dirs: Path, label: str, splits: Collection[str], more_nam
     """Return all classes of a label in these splits of one or more data folders.
 
     Args:
-        more_names: Further class names, from other data.
+        more_names: Additional class names from other data.
 
     Raises:
-        UserError: The captions of a folder do not have the label, or there are fewer than two classes.
+        UserError: The captions of a folder lack the label, or there are fewer than two classes.
     """
     class_names = set(more_names)
     for data_dir in data_dirs:
@@ -160,8 +160,8 @@ class LabelledRows:
         num_captions: Number of captions of the split, with or without labels.
         num_unlabelled: Number of captions without any of the labels.
         num_other_classes: Number of captions that have a label, but whose classes are not in the lists.
-        other_classes: Suffix for a remark. If no caption has a class in the lists, it contains some class names;
-            otherwise it is ''.
+        other_classes: Suffix for a remark. If no caption has a class in the lists, the suffix contains some class
+            names; otherwise the suffix is empty.
     """
 
     row: NDArray[np.int64]
@@ -230,7 +230,7 @@ def read_class_file(path: Path) -> Names:
     """Read the names of each class from a file with one class per line. A class may have several names.
 
     Raises:
-        UserError: The file cannot be read, is empty, is a table with other columns, or contains a name twice.
+        UserError: The file cannot be read, is empty, is a table with other columns, or contains a duplicate name.
     """
     lines = [line.strip() for line in text_lines(path) if line.strip()]
     header = header_cells(lines[0]) if lines else []

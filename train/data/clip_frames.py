@@ -26,7 +26,7 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # if a side of the crop differs from the frame's side by less, it is set to the frame's side
+_SNAP_PX = 3  # a crop side that differs from the frame's side by fewer pixels is set to the frame's side
 # Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
@@ -133,7 +133,7 @@ Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]
 _Item = TypeVar("_Item", bound=Hashable)
 
 _PLANAR = frozenset({"yuv420p", "yuvj420p"})
-_AREA_FACTOR = 2  # minimum factor by which width or height shrinks if areas are averaged
+_AREA_FACTOR = 2  # areas are averaged if width or height shrinks by at least this factor
 cv2.setNumThreads(1)  # the loader's threads already use all cores
 
 
@@ -285,7 +285,7 @@ class ClipShape:
         crop: Rule for the crop in training.
         min_crop_area: Minimum area of a "random" crop, as a fraction of the frame's area.
         simple_fraction: Side length of a "simple" crop, as a fraction of the frame's short side.
-        rgb: True for RGB; False for YUV 4:2:0. RGB is slower: it has twice the bytes, and is converted on the CPU.
+        rgb: True for RGB; False for YUV 4:2:0. RGB takes twice the memory and is converted on the CPU, so it is slower.
         views: Temporal and spatial views of an evaluation.
         width_px: Width to which complete frames are resized without a crop; None for square crops.
     """
@@ -315,12 +315,12 @@ class Clip:
 
 
 class ClipBuilder:
-    """Builder of a clip. Frames can be added in any order, and are not needed once they have been added.
+    """Builder of a clip. Frames can be added in any order, and can be released once they have been added.
 
     All frames are cropped to the same rectangle, or to the square of each spatial view, and resized.
 
     Args:
-        num_frames: Number of frames of all temporal views.
+        num_frames: Total number of frames in all temporal views.
         rng: Random number generator for the crop rectangle; None in an evaluation, which crops squares.
         key: Key of the clip's first chunk, for errors.
     """

@@ -275,7 +275,7 @@ class Selection:
     Args:
         text: Expression; None selects everything.
         chunks: Chunks of the split.
-        has_captions: True if samples have captions. Otherwise conditions on captions are an error.
+        has_captions: True if samples have captions. If False, a condition on captions is an error.
         tars: Reader of the tars of a remote data folder; None for a local folder.
         depends_on: Values that identify everything that affects the chunks (clipmill.train.data.node_cache).
 
@@ -341,7 +341,7 @@ class Selection:
 
     @property
     def depends_on(self) -> tuple[object, ...]:
-        """Values that identify what affects the selection, other than the chunks and the manifest."""
+        """Values that identify everything that affects the selection, except the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
@@ -406,7 +406,7 @@ class Selection:
         return [f"where {self._where.text}: {' and '.join(parts)} selected"]
 
     def _num_chunks_by_labels(self, num_chunks: int) -> int:
-        """Return the number of selected chunks if conditions on labels select chunks, as on the pages of prep.
+        """Return the number of selected chunks if conditions on labels apply to chunks, as on the pages of `prep`.
 
         Args:
             num_chunks: Number of chunks selected by the conditions that do not concern labels. This number is returned
@@ -431,7 +431,7 @@ class Selection:
 
 
 def selection_mark(where: str | None, data_dir: Path, *, tars: "RemoteTars | None" = None) -> tuple[object, ...]:
-    """Return values that identify what affects a selection, other than the chunks and the manifest.
+    """Return values that identify everything that affects a selection, except the chunks and the manifest.
 
     Args:
         where: Expression; None selects everything.

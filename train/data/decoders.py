@@ -70,7 +70,7 @@ def read_chunk(
     key: str,
     source: Callable[[], SourceFile] | None = None,
 ) -> ChunkBytes:
-    """Read and verify the bytes for decoding `frames` of a chunk.
+    """Read and verify the bytes that are needed to decode `frames` of a chunk.
 
     Only packets are read if the rule is "packets" and the GOPs are closed, or if the packets are in a source file.
     Otherwise the complete file is read.
@@ -246,7 +246,7 @@ class ChunkDecoder:
         """Call `handle_frame` with each frame of `content` and its presentation index, as soon as it is decoded.
 
         Raises:
-            SampleFailed: The chunk cannot be decoded, or the decoder does not output a frame.
+            SampleFailed: The chunk cannot be decoded, or the decoder does not output a requested frame.
         """
         import av
 

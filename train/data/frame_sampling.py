@@ -7,8 +7,8 @@ A caption has a span [begin, end) in its video, and `moments_of` samples T momen
              random offset in the span in training, and in the middle of the span in an evaluation. If the span is
              shorter than the window, the stride is span / T
     lavila   LaViLa's rule: the span without its last frame is divided into T segments, with boundaries rounded half to
-             even to frames. Training shows a random frame between two boundaries (inclusive), an evaluation the lower
-             middle frame
+             even to frames. Training shows a random frame between two boundaries (inclusive); an evaluation shows the
+             lower middle frame
 
 An evaluation with several views of a clip uses the moments at `view_offsets` instead of the middle.
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_S = 1_000_000
-# Starts of chunks are stored in milliseconds, so two chunks may be separated by, or overlap by, up to this length.
+# Starts of chunks are stored in milliseconds, so the gap or overlap between two chunks may be up to this long.
 START_ROUNDING_US = 1000
 MIDDLE = Fraction(1, 2)
 _JITTER_STEPS = 1 << 20
@@ -145,7 +145,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """Frame of a list of chunks: the index of the chunk in the list, and the index of the frame in the chunk."""
+    """Frame in a list of chunks: the index of the chunk in the list, and the index of the frame in the chunk."""
 
     chunk: int
     frame: int
@@ -165,7 +165,7 @@ def frame_indices(
     Args:
         chunks: Chunks that cover the span. The frame rate of the first chunk is used for rules that count frames.
         rng: Random number generator in training; None in an evaluation.
-        num_views: Number of temporal views in an evaluation. Their frames follow one another.
+        num_views: Number of temporal views in an evaluation. The frames of the views follow one another.
     """
     fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
     frames: list[FrameIndex] = []

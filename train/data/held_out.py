@@ -50,10 +50,10 @@ class HeldOut:
     were_trained_on: bool = False
 
     def cautions(self, value: float | None = None, *, items: tuple[int, str] | None = None) -> list[str]:
-        """Return cautions about the metrics. The list is empty if there are enough clips, unlike training clips.
+        """Return cautions about the metrics. The list is empty if clips are numerous and unlike training clips.
 
         Args:
-            value: Value of a metric in [0, 1]. The caution states its 95 % interval; None for no interval.
+            value: Value of a metric in [0, 1]. The caution states its 95 % interval; None to omit the interval.
             items: Number and noun of the items over which the metrics are averaged; None for the clips.
         """
         num, noun = items or (self.num_clips, "clip")
@@ -93,8 +93,8 @@ def held_out_facts(
         samples: Samples that were evaluated. The number of clips of a stream is known only after the evaluation.
         settings: Settings whose data are evaluated, and whose `split` is the training split.
         split: Split that was evaluated.
-        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are searched for only in
-            data that were used for training.
+        data: Data fields of the result (`clipmill.train.run.folder.data_facts`). Look-alikes are counted only if
+            these data were used for training.
     """
     num_clips: int | None = getattr(samples, "num_clips", samples.num_samples)
     if num_clips is None:
@@ -124,4 +124,4 @@ def look_alikes_of(address: str, *, cache: Path | None, split: str, trained_spli
             folder.tars.files.copy_column(SCORES)
         return look_alike_keys(folder.path, split=split, other_split=trained_split)
     except UserError:
-        return None  # `prep status` reports errors of the scores
+        return None  # `prep status` reports errors in the scores

@@ -1,8 +1,8 @@
 """Index of image tars: the location, caption and class of each image, from one pass over each tar.
 
 The tars have img2dataset's layout: `jpg`, `png` or `webp`, with `txt` or `json`, and `cls` for classes. The first image
-or video in the tars decides how they are read (`names_images`): tars with images are indexed here, and tars with videos
-are read as a stream.
+or video in the tars decides how the tars are read (`names_images`): tars with images are indexed here, and tars with
+videos are read as a stream.
 
 The pass skips the contents of images. A large index is stored in the cache folder (clipmill.train.data.node_cache)
 under a hash of the tar's path, size and modification time, so that each machine makes the index only once. A remote

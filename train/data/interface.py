@@ -187,17 +187,17 @@ def open_clips(
 
     Args:
         data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
-            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain `folder`: for
-            each clip, the index of its data folder or image tars in the list.
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain `folder`: the
+            index in this list of each clip's data folder or image tars.
         mix: Sampling weights of the folders of a mixture. Default: weights proportional to the folders' numbers of
             samples. Every folder has its own epochs; an epoch of `Batches` has as many samples as all folders combined.
         split: Split of the manifest. Tars have no splits, so all their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the column variant to read (see `prep status`), or a list of names for several columns.
-            Default: the current variants. `prep gc` does not delete a variant as long as batches that read it exist.
-        views: Names of cameras, such as ("top", "wrist"). A clip then shows one span from each camera, from captions of
-            the same group, with frames at the same offsets from the starts of the spans. `video` is [B, V, ...], and
-            `time_s` is [B, V, T].
+            Default: the current variants. `prep gc` does not delete a variant while batches that read it exist.
+        views: Names of cameras, such as ("top", "wrist"). A clip then shows one span from each camera. The spans belong
+            to captions of one group, and frames have the same offsets from the starts of the spans. `video` is
+            [B, V, ...], and `time_s` is [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the `train dual-encoder` flags of the same
             names.
@@ -349,7 +349,7 @@ def read_clips(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open frames at given times: for each row of a table, the frames on screen at offsets from the row's time.
+    """Open clips at given times. Each row of a table selects the frames on screen at offsets from the row's time.
 
     Batches contain `video`, `time_s` (float64 [B, T], time at which each frame appeared on screen, in seconds),
     `is_padded` (bool [B, T]), and `row` (int64 [B], index in the table). If an offset points outside the video, the

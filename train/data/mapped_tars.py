@@ -53,8 +53,8 @@ class MappedTars:
     """Tars of several variants, in the order of the variants. Thread-safe.
 
     Tars are identified by their indices in this order. The place of a byte is its offset in the concatenation of all
-    tars, so a single integer locates a member. If the process has too many maps, the oldest maps are closed unless a
-    part of them is in use (`clipmill.manifests.mapped_files`).
+    tars, so a single integer locates a member. If the process has too many maps, the least recently used maps
+    are closed (`clipmill.manifests.mapped_files`). Their memory is released once no part of it is in use.
 
     Attributes:
         starts: Place of the first byte of each tar, int64.
@@ -84,7 +84,7 @@ class MappedTars:
                 raise unusable_error(self._path(tar), column, error.strerror or str(error)) from error
 
     def register_places(self, places: NDArray[np.int64]) -> None:
-        """Register the places of members that samples need. Nothing has to be done for tars on local disks."""
+        """Register the places of members that samples need. This does nothing for tars on local disks."""
 
     def start_downloads(self) -> None:
         """Start downloading the tars that samples need, in the background."""
@@ -209,7 +209,7 @@ class VerifiedMembers:
     def __init__(
         self, tars: MappedTars, num_members: int, payload: Callable[[int], Payload], *, column: str, noun: str
     ) -> None:
-        self._tars, self._payload, self._what = tars, payload, f"its {noun} in the {column} column"
+        self._tars, self._payload, self._content_name = tars, payload, f"its {noun} in the {column} column"
         self._state = np.full(num_members, _UNKNOWN, np.uint8)
         self._problems: dict[int, Problem] = {}
         self._locks: dict[int, threading.Lock] = {}
@@ -235,17 +235,17 @@ class VerifiedMembers:
                 content = None if content is None or zlib.crc32(content) != crc32 else content
             if content is not None:
                 return content
-            problem = Problem("checksum", f"{self._where(tar)} do not match their checksum")
+            problem = Problem("checksum", f"{self._describe(tar)} do not match their checksum")
         except UserError:  # rejected credentials affect all tars
             raise
         except OSError as error:
-            problem = Problem("shard_unreadable", f"{self._where(tar)} cannot be read: {error.strerror or error}")
+            problem = Problem("shard_unreadable", f"{self._describe(tar)} cannot be read: {error.strerror or error}")
         return self._record(member, problem)
 
     def give_up(self, member: int, stuck: StuckResult) -> Problem:
-        """Record that a member was not loaded in time, so that later requests for it fail without waiting."""
+        """Record that a member was not loaded in time, so that later requests for this member fail without waiting."""
         tar, _ = self._tars.locate(self._payload(member).place)
-        return self._record(member, Problem("stuck", f"{self._where(tar)} were not read within {stuck.after_s:g} s"))
+        return self._record(member, Problem("stuck", f"{self._describe(tar)} were not read within {stuck.after_s:g} s"))
 
     def _record(self, member: int, problem: Problem) -> Problem:
         # Do not record problems with remote tars, because the bytes may be available next time.
@@ -266,8 +266,8 @@ class VerifiedMembers:
             self._locks.pop(member, None)
         return bool(self._state[member] == _GOOD)
 
-    def _where(self, tar: int) -> str:
-        return f"{self._what} ({self._tars.name(tar)})"
+    def _describe(self, tar: int) -> str:
+        return f"{self._content_name} ({self._tars.name(tar)})"
 
 
 def member_rows(variant: Variant) -> ChunkRows:
@@ -304,8 +304,8 @@ def places_of(
             the places of the members, and 0 for the size of each header.
 
     Raises:
-        UserError: An array would end beyond its tar, or does not begin on a block boundary, so the index belongs to a
-            different tar.
+        UserError: An array would end beyond its tar, or would not begin on a block boundary, because the index belongs
+            to a different tar.
     """
     tars = variant.tar_files
     offset, size = (table[name].to_numpy().astype(np.int64) for name in ("offset", "size"))
@@ -348,8 +348,8 @@ class RemoteMaps(MappedTars):
 
     Args:
         tars: Reader of the tars of the data folder.
-        cached_variant: Variant whose tars must all be in the cache, so that the constructor downloads them; None for no
-            variant.
+        cached_variant: Variant whose tars must all be in the cache, so that the constructor downloads them; None if
+            there is no such variant.
 
     Raises:
         UserError: A tar of `cached_variant` cannot be downloaded, or does not fit into the cache.

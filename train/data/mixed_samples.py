@@ -33,8 +33,8 @@ _MAX_WEIGHT = 1 << 31  # maximum sum of weights; products of two such numbers fi
 class MixedOrder:
     """Order of the samples of several folders: a pure function of seed and position.
 
-    Consecutive positions form groups (clipmill.train.data.order), and each group shows a single folder. The folder is
-    chosen in two stages from the weights w_k, which are integers with the sum W:
+    Consecutive positions form groups (clipmill.train.data.order), and each group comes from a single folder. The folder
+    is chosen in two stages from the weights w_k, which are integers with the sum W:
 
     1. Numbering. A binary tree over the folders divides the groups 0, 1, 2, ...: of the first n groups of a node,
        floor(n * w_left / w_node + 1/2) belong to the left half of the node. Therefore the number of groups of folder k
@@ -85,7 +85,7 @@ class MixedOrder:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all folders, and thus in an epoch of the mixture."""
+        """Number of samples in all folders, which is also the number of samples in an epoch."""
         return int(self.offsets[-1])
 
     def folder_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -114,7 +114,7 @@ class MixedOrder:
         return [_num_samples(order, num) for order, num in zip(self._orders, num_positions.tolist(), strict=True)]
 
     def visits_per_epoch(self) -> list[float]:
-        """Return how often an epoch of the mixture visits each sample of a folder on average, for each folder."""
+        """Return the average number of visits to a sample in an epoch of the mixture, for each folder."""
         total = Fraction(sum(order.positions_per_epoch for order in self._orders), self._bounds[-1])
         pairs = zip(self.weights, self._orders, strict=True)
         return [float(weight * total / order.positions_per_epoch) for weight, order in pairs]

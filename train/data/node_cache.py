@@ -3,8 +3,8 @@
 Opening millions of samples requires sorting and searching arrays with millions of rows. If every rank did this, the
 machine would need several times as much time and memory. Therefore the first rank computes the result under a lock, and
 publishes it in the `--cache` folder or the user's cache folder. The other ranks, and later runs on the same data, map
-the file. Its name contains a hash of everything that affects the result: commits, manifest, split, settings, and the
-format version. The file is an Arrow file with a checksum, and is rebuilt if it is damaged.
+the file. The file name contains a hash of everything that affects the result: commits, manifest, split, settings, and
+the format version. The file is an Arrow file with a checksum, and is rebuilt if it is damaged.
 
 Small results are computed by every rank, without a file. If the folder is not writable, every rank also computes large
 results, and prints a warning on standard error. The folder size is limited to `_MAX_BYTES`; the least recently used
@@ -239,7 +239,7 @@ def _mark_of(path: Path) -> Path:
 
 
 def _state(path: Path) -> str:
-    """Return a string that changes with the file and at a reboot: boot ID, inode, size, modification time."""
+    """Return a string that changes if the file changes or the machine reboots, from boot ID and file status."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

@@ -125,7 +125,7 @@ class SampleFailed(ClipmillError):
 
 
 def describe_repeats(keys: Sequence[str]) -> str:
-    """Return a suffix for a message, with the chunks that failed repeatedly; '' if all keys are different."""
+    """Return a suffix for a message that names the chunks that failed repeatedly; '' if all keys are different."""
     if len(distinct_keys := list(dict.fromkeys(keys))) == len(keys):
         return ""
     names = ", ".join([*distinct_keys[:_MAX_NAMED], *(["..."] if len(distinct_keys) > _MAX_NAMED else [])])

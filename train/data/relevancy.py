@@ -71,7 +71,7 @@ class Relevancy:
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the relevancy of `sentences[i]` for `clips[i]`, float64, in the shape of both arrays."""
+        """Return the relevancy of `sentences[i]` for `clips[i]`, float64, with the shape of the arguments."""
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
@@ -222,7 +222,7 @@ class RelevantCaptions:
         sentence = encoded_texts.indices.to_numpy().astype(np.int64)
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
         self._first_sentence = sentence[first_caption]
-        self._min = min_relevancy
+        self._min_relevancy = min_relevancy
         self._relevancy: Relevancy = relevancy_of_classes(
             *(
                 Actions(actions.verb_N[rows], actions.nouns_NK[rows])
@@ -235,7 +235,7 @@ class RelevantCaptions:
         # Find the sentences that can be shown with the clip, and the entries of their captions.
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._first_sentence[clip]] = 1.0
-        sentences = np.flatnonzero(values_M > self._min)
+        sentences = np.flatnonzero(values_M > self._min_relevancy)
         entries, values = self._entry[self._caption_of_sentence[sentences]], values_M[sentences]
         bound, positions = np.array([len(entries)]), np.array([position])
         index = int(integers_below(bound, positions, seed=seed, purpose="relevant caption")[0])

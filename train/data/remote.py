@@ -64,13 +64,13 @@ class RemoteFiles:
     """Small files of a remote data folder, and their copies in the local folder `copy`. Thread-safe.
 
     All processes that a launcher starts on a machine share one copy: the first process copies the files under a lock,
-    and the others wait. A process without a launcher copies changed files each time it opens the folder.
+    and the others wait. A process started without a launcher copies changed files each time it opens the folder.
 
     The small files of a column are contents.json, recipe.json, the commits, and the tables into which `prep` merges
     commits and indexes. Commits are copied if they differ from their table, and indexes if they are missing from the
     table of chunks; any other index is copied when its shard is first read. Files with a checksum are verified. Web
-    servers cannot list objects, so the list of shards is taken from contents.json or, if it lists none, from the
-    directory page.
+    servers cannot list objects, so the list of shards is taken from contents.json or, if that file lists none,
+    from the directory page.
 
     Args:
         objects: Objects of the data folder.
@@ -285,7 +285,7 @@ class RemoteFiles:
 
 
 def is_local(error: OSError) -> bool:
-    """Return True if a local copy could not be written. Errors from object storage have other types or codes."""
+    """Return True if writing a local copy caused this error. Errors from object storage have other types or codes."""
     is_refused = isinstance(error, PermissionError) and not isinstance(error, UserError)
     return is_refused or error.errno in DISK_ERRORS
 
@@ -408,7 +408,7 @@ def local_copy(address: str, *, cache: Path | None, size: str | None = None) -> 
 
 
 def hold_copy(address: str, cache: ObjectCache) -> CachedFile:
-    """Return a copy of a remote file that is not evicted while it is held; raise errors as `local_copy` does."""
+    """Return a copy of a remote file that is not evicted while it is held; raise the same errors as `local_copy`."""
     folder, _, key = address.rpartition("/")
     name, size_bytes = copy_name(address)
     try:
@@ -443,7 +443,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class RemoteTars:
-    """Reader of the tars of a remote data folder, by byte range (`clipmill.shards.tars.TarBytes`).
+    """Reader of byte ranges from the tars of a remote data folder (`clipmill.shards.tars.TarBytes`).
 
     Args:
         files: Small files of the folder. The paths of their copies, relative to the folder of copies, are object keys.
@@ -451,7 +451,7 @@ class RemoteTars:
 
     Attributes:
         gap_bytes: Maximum number of unneeded bytes between two ranges that are read with a single request.
-        num_readers: Number of threads that read clips ahead of decoding, because a request takes tens of milliseconds.
+        num_readers: Number of threads that read clips ahead of decoding. A request takes tens of milliseconds.
     """
 
     files: RemoteFiles
@@ -542,19 +542,19 @@ class RemoteTars:
         return self.cache.get(name, size_bytes=size_bytes, fetch=fetch, sha256=shard.tar_sha256, waits=waits)
 
     def cached_name(self, shard: CommittedShard) -> str:
-        """Return the name of a shard's tar in the cache. Identical tars of all data folders have the same name."""
+        """Return the name of a shard's tar in the cache. Identical tars in different folders have the same name."""
         return f"{shard.tar_sha256[:32]}-{shard.tar_path.name}"
 
 
 def copy_of_folder(address: str, *, cache: Path | None) -> Path:
-    """Return the path of the local copy of a remote data folder; raise UserError as `folder_path` does."""
+    """Return the path of the local copy of a remote data folder; raise the same errors as `folder_path`."""
     return cache_folder(cache) / "folders" / _digest(open_objects(address).url)
 
 
 def open_remote_folder(
     address: str, *, cache: Path | None, cache_size: str | None, column: str | None
 ) -> tuple[Path, RemoteTars]:
-    """Copy the small files of a data folder; return the local copy and the reader of the tars (`open_data_folder`)."""
+    """Copy the small files of a data folder; return the local copy and a reader of the tars. See `open_data_folder`."""
     objects = open_objects(address)
     tars_cache = open_cache(cache, size=cache_size)
     copy = copy_of_folder(address, cache=cache)

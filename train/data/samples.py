@@ -74,11 +74,11 @@ _TYPES = (SampleTable, RowCaptions, CaptionChoice, Sources)
 def open_table(
     name: str, make: Callable[[], SampleTable], *, depends_on: Sequence[object], num_rows: int
 ) -> SampleTable:
-    """Return the table that `make` makes. A large table is made once per machine (clipmill.train.data.node_cache).
+    """Return the table that `make` creates. A large table is made once per machine (clipmill.train.data.node_cache).
 
     Args:
         name: Name of the kind of samples; also the prefix of the file name.
-        make: Function that makes the table.
+        make: Function that creates the table.
         depends_on: Values that identify everything that affects the table.
         num_rows: Approximate number of rows.
     """
@@ -98,7 +98,7 @@ def open_fingerprint(
     The hash of a large table is computed once per machine.
 
     Args:
-        facts: Further values that affect the samples, such as the names of variants.
+        facts: Other values that affect the samples, such as the names of variants.
         parts: Function that returns arrays that identify the parts; needed if the rows do not identify the parts.
         depends_on, num_rows: See `open_table`.
     """
@@ -187,7 +187,7 @@ class Source:
 
     Attributes:
         split: Split of the manifest.
-        variant_name: Names of the variants that are read; empty without a manifest, because variants need one.
+        variant_name: Names of the variants that are read; empty for data without a manifest, which have no variants.
         fingerprint: Function that computes the hash of the samples, their order, and the texts of their captions.
         empty_error: Message and hint of the error for a table without rows.
         mixture_facts: Properties that must be the same in all folders of a mixture, such as the VAE of latents, by

@@ -55,7 +55,7 @@ class Member:
         size_bytes: Size according to the header.
         offset: Offset of the first byte in the tar; None in a compressed tar.
         content: Bytes of the file; None if they are not needed or cannot be read.
-        problem: Reason why the file cannot be read, as a predicate that follows its name in messages; None without one.
+        problem: Predicate that follows the name in messages and says why the file cannot be read; otherwise None.
     """
 
     name: str

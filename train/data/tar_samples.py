@@ -93,8 +93,8 @@ class StreamedClip:
         content: Bytes of the video file.
         caption_id: ID of the caption in the manifest; NO_CAPTION_ID in tars from other tools.
         text: Text of the caption.
-        begin_us, end_us: Span, microseconds from the first frame of the file; None for the end of the file. The span is
-            empty if the caption's span is empty.
+        begin_us, end_us: Span, microseconds from the first frame of the file. If `end_us` is None, the span ends with
+            the file. The span is empty if the caption's span is empty.
         is_shortened: True if the caption extends beyond the file.
     """
 
@@ -190,7 +190,7 @@ def clips_of(sample: TarSample) -> Sequence[StreamedClip | MissingVideo]:
     """Return the clips of a sample.
 
     Raises:
-        ValueError: The sample has no video, no caption, or members that cannot be read.
+        ValueError: The sample has no video or no caption, or a member cannot be read.
     """
     key, members = sample.key, sample.members
     description = description_of(sample)
@@ -283,7 +283,7 @@ def expand(pattern: str) -> list[str]:
     missing_tars = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing_tars:
         raise UserError(
-            f"{len(missing_tars):,} of {count_noun(len(tars), 'tar')} cannot be found; the first: {missing_tars[0]}",
+            f"{len(missing_tars):,} of {count_noun(len(tars), 'tar')} cannot be found; the first is {missing_tars[0]}",
             hint=PATTERN_HINT,
         )
     first_remote = next((tar for tar in tars if is_remote(tar)), None)

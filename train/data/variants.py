@@ -72,7 +72,7 @@ def choose_variants(
             if not isinstance(variant, dict) or "name" not in variant:
                 raise UserError(
                     f"{subject} records its variant of {column} as {variant!r}, without a name and a recipe",
-                    hint=f"make {subject} again with a different --out; its record is from an earlier clipmill",
+                    hint=f"make {subject} again with a different --out; the record is from an older clipmill",
                 )
             if column in variants:
                 continue

@@ -65,7 +65,7 @@ class VideoStream(BatchedSamples):
 
     Attributes:
         tars: Paths or URLs of the tars.
-        fingerprint: Hash of the names and sizes of the tars.
+        fingerprint: Hash of the names of the tars and the sizes of local tars.
 
     Raises:
         UserError: A tar is missing; or, once batches are requested, the tars contain fewer clips than a batch.
@@ -162,7 +162,7 @@ class StreamReader:
     def describe(self) -> str:
         """Return the line of `VideoStream.describe`."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
-        parts = [f"{tars} read sequentially, decoded through the container, because a stream has no packet tables"]
+        parts = [f"{tars} read sequentially and decoded through the container, because a stream has no packet tables"]
         if self.num_shortened:
             parts.append(f"{count_noun(self.num_shortened, 'caption')} shortened to the boundaries of their chunks")
         if self.num_without_video:

@@ -124,7 +124,7 @@ class GroupedCaptions:
         times = {"video_row": spans[:, 3].astype(np.int64), "begin_s": spans[:, 1], "end_s": spans[:, 2]}
         usable = usable_captions(
             **times,
-            is_of_split=self._chunks.shows_only_split(**times),
+            is_of_split=self._chunks.are_entirely_in_split(**times),
             chunks=self._chunks.table,
             selected_chunks=self._chunks.selection.chunks,
         )
@@ -250,7 +250,7 @@ class ViewReader(ClipReader):
         return _join(super().load_read(clips[0]), *(reader.load_read(other) for reader, other in other_views))
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Return the frames of the first view that the model sees in an evaluation, RGB [H, W, 3]."""
+        """Return the first view's frames, as the model sees them in an evaluation, RGB [H, W, 3]."""
         return ClipReader(**self._arguments).shown_frames(sample, num_frames=num_frames)
 
     def deviations(self) -> list[str]:
@@ -259,7 +259,7 @@ class ViewReader(ClipReader):
 
 
 def _join(*views: Sequence[Any]) -> list[Sample | FailedSample]:
-    """Return the samples of all views, or the failure of the first view that failed."""
+    """Return one sample with all views for each clip, or the failure of the first view that failed."""
     outcomes: list[Sample | FailedSample] = []
     for samples in zip(*views, strict=True):
         failure = next((sample for sample in samples if isinstance(sample, FailedSample)), None)

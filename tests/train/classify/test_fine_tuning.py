@@ -50,7 +50,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     assert "not used, because a classifier has no such parts: the decoder and its mask token" in printed
     assert "the encoder's last norm (video.ln_post)" in printed and "28 of 28 tensors" in printed
     assert "36 of 37 captions of split 'train', 4 of 4 classes (class); " in printed
-    assert "2 samples of each in an epoch" in printed
+    assert "2 samples of each clip per epoch" in printed
 
     settings = yaml.safe_load(RunFolder(second).settings.read_text())
     towers, init = settings["towers"], settings["init"]

@@ -47,7 +47,7 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
     monkeypatch.setattr(ChunkDecoder, "decode", count_decode)
     samples = labelled_clips(moving, repeats=3)
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
-    assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()
+    assert "36 of 37 captions" in samples.describe() and "3 samples of each clip per epoch" in samples.describe()
     batches = list(islice(samples.batches(max_failures=0), 9))
     # Each clip lies in one chunk, and the loader may have decoded ahead.
     assert NUM_CLIPS <= len(decoded) <= NUM_CLIPS + 12

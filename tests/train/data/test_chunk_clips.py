@@ -77,7 +77,7 @@ def test_an_evaluation_shows_the_middle_of_every_chunk_and_shrinks_the_stride_of
     assert (numbers(loaded.batch) - FIRSTS[:, None] == np.floor(expected)).all()
     assert samples.describe() == (
         "5 chunks of 3 videos of split 'train'; 1 video without chunks; 1 of a single frame, which is repeated; "
-        "2 shorter than 16 x 4 frames, with a smaller stride"
+        "2 shorter than 16 x 4 frames and sampled with a smaller stride"
     )
 
 
@@ -106,7 +106,7 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     monkeypatch.setattr(ChunkDecoder, "decode", note_and_decode)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
-    assert "3 samples of each in an epoch" in samples.describe()
+    assert "3 samples of each clip per epoch" in samples.describe()
     batches = batches_shown(samples, 3)
     assert 5 <= len(decoded) <= 5 + 2, "the loader may have decoded ahead"
     clip_ids = np.concatenate([ids["clip_id"] for ids, _ in batches]).reshape(5, 3)

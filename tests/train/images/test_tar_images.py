@@ -159,7 +159,7 @@ def test_an_image_fills_all_frames_of_its_clip_and_all_views(tars: str) -> None:
     samples = open_images(tars, shape=ClipShape(sampling=Sampling(num_frames=4), size_px=16, views=views))
     video = load_sample(samples, 5)["video"].reshape(2, 3, 4, -1)
     assert (video == video[:1, :, :1]).all() and not np.array_equal(video[0, 0], video[0, 2])
-    assert "each repeated in 4 frames" in samples.describe()
+    assert "each image repeated in 4 frames" in samples.describe()
 
 
 def test_repeats_of_an_image_follow_one_another_with_crops_of_their_own(tars: str) -> None:
@@ -214,7 +214,7 @@ def test_a_tar_that_is_cut_says_so_and_shows_what_came_before(tmp_path: Path) ->
     (tmp_path / "00001.tar").write_bytes(content[: len(content) // 2])
     samples = open_images(tmp_path / "{00000..00001}.tar")
     assert 6 < len(samples) < 12
-    assert f"1 tar not read to the end, the first: {tmp_path}/00001.tar: " in samples.describe()
+    assert f"1 tar not read to the end; the first is {tmp_path}/00001.tar: " in samples.describe()
     # The tar is truncated further after it was indexed.
     (tmp_path / "00001.tar").write_bytes(content[:2000])
     failed = load_sample(samples, len(samples) - 1)
@@ -226,7 +226,9 @@ def test_videos_among_images_and_compressed_tars_are_errors(tmp_path: Path) -> N
     video = ("v", {"mp4": b"", "txt": b"a video"})
     write_tars(tmp_path, num_tars=1)
     write_tar(tmp_path / "00001.tar", [("i", sample(0)), video])
-    with pytest.raises(UserError, match=r"00001\.tar has a video, v, but the first sample of .*00000.tar is an image"):
+    with pytest.raises(
+        UserError, match=r"00001\.tar contains a video, v, but the first sample of .*00000.tar is an image"
+    ):
         open_images(tmp_path / "{00000..00001}.tar")
     write_tar(tmp_path / "videos.tar", [("words", {"txt": b""}), video])
     assert not names_images(str(tmp_path / "videos.tar"), cache=None, cache_size=None)

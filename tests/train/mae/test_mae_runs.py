@@ -45,9 +45,9 @@ def test_a_run_says_what_it_shows_and_learns(videos: Path, tmp_path: Path, capsy
     assert train("mae", "--shards", videos, "--out", out, *TINY, *STEPS, *RATE, *several, "--steps", 8) == 0
     printed = capsys.readouterr().out
     assert "6 chunks of 2 videos of split 'train'" in printed
-    assert "3 crops of the same frames of each in an epoch" in printed
+    assert "3 crops of the same frames of each clip per epoch" in printed
     assert "; 1 of a single frame, which is repeated;" in printed
-    assert "; 2 shorter than 4 x 2 frames, with a smaller stride;" in printed
+    assert "; 2 shorter than 4 x 2 frames and sampled with a smaller stride;" in printed
     its = steps(out)
     # An epoch has 18 samples. The learning rate is given for a batch of 256, so a batch of 4 uses 1 / 64 of it.
     assert its[-1]["epoch"] == pytest.approx(8 * 4 / 18) and its[1]["lr"] == pytest.approx(0.1 / 64)

@@ -84,7 +84,7 @@ class SegmentReader:
         """Return the samples or failures for these requests, in order.
 
         Args:
-            loading: Settings of the threads, which load members that have not been verified or mapped yet.
+            loading: Settings for the threads that load members which have not been verified or mapped yet.
 
         Raises:
             UserError: A tar can no longer be mapped.
@@ -111,7 +111,7 @@ class SegmentReader:
     def _read_ahead(
         self, requests: SegmentRequests, must_load: NDArray[np.bool_], loading: LoaderSettings
     ) -> Iterator[LatentSample | FailedSample]:
-        """Return samples or failures. Threads load members ahead, once per run of consecutive requests for a chunk.
+        """Yield samples or failures. Threads load members ahead, once per run of consecutive requests for a chunk.
 
         Args:
             must_load: Mask of the requests that have to load a member.
@@ -232,7 +232,7 @@ class LatentRing:
             "latents": rows_of_latents.transpose(1, 2) if self._channels_first else rows_of_latents,
         }
         for name, column in columns[0].items():
-            # Slice arrays, which are never overwritten, because slicing tensors takes twice as long.
+            # Slice arrays, because slicing tensors takes twice as long. The arrays are never overwritten.
             values = column[first:end] if is_slice else np.array([entries[name][row] for entries, row, _, _ in samples])
             batch[name] = self._from_numpy(values)  # type: ignore[literal-required]
         batch["key"] = Keys(batch["clip_id"], self._keys_of)
@@ -249,7 +249,7 @@ class LatentRing:
 
 
 class _Rows(BatchMemory):
-    """Memory of batches, into whose rows bytes are copied."""
+    """Memory for batches. Bytes are copied into its rows."""
 
     def __init__(self, shape: tuple[int, ...], dtype: "torch.dtype", *, pin: bool, can_keep: bool) -> None:
         super().__init__(shape, dtype, pin=pin, can_keep=can_keep)
@@ -278,7 +278,7 @@ class Keys(Sequence[str]):
     def __len__(self) -> int:
         return len(self._clips)
 
-    def __getitem__(self, index: int | slice) -> Any:  # as a list
+    def __getitem__(self, index: int | slice) -> Any:  # a slice returns a list
         if isinstance(index, slice):
             return self._keys_of(self._clips[index].numpy())
         return self._keys_of(self._clips[index].numpy()[None])[0]

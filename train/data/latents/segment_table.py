@@ -69,7 +69,7 @@ def read_latents(latents: Variant, data_dir: Path, *, split: str, maps: MappedTa
 def read_text(
     text: Variant, stored: StoredLatents, maps: MappedTars, *, data_dir: Path, split: str, depends_on: Sequence[object]
 ) -> tuple[TextMembers, TextRows]:
-    """Return the members that contain stored texts, and the embedding of each caption.
+    """Return the members that contain stored texts, and the location of each caption's embedding.
 
     Args:
         text: Variant of the texts.
@@ -228,7 +228,7 @@ def _missing_data_error(variant: Variant, data_dir: Path, video_ids: pa.Array, *
 
 
 def require_uniform_crops(latents: Variant, shape: FrameShape, *, segment: str | None, num_frames: int) -> None:
-    """Raise a UserError if a segment could contain two different crops, because the crops of latents are random."""
+    """Raise a UserError if the latents have random crops and a segment could contain two different crops."""
     recipe = latents.recipe
     if recipe.get("crop") not in ("random", "exact") or shape.segment_frames:
         return
@@ -259,8 +259,8 @@ def pair_captions(
     """Find the segments that each caption of a split overlaps.
 
     The captions of a segment are all captions of its video that overlap the segment. The result takes 4 bytes per pair
-    of a segment and a caption, up to 12 per caption, and 8 per segment. If the captions of a segment come from several
-    sources, the result takes another 12 bytes per source.
+    of a segment and a caption, up to 12 bytes per caption, and 8 bytes per segment. If the captions of a segment come
+    from several sources, the result takes another 12 bytes per source.
 
     Args:
         stored: Captions of the manifest.
@@ -386,7 +386,7 @@ class SegmentSpans:
     def overlaps(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the segments that overlap each span, as a half-open range: the first segment, and the end."""
+        """Return the segments that overlap each span, as a half-open range: the first index and the end index."""
         begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
@@ -395,7 +395,7 @@ class SegmentSpans:
     def longest_spans(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the span that overlaps each segment longest, and the length of the overlap in microseconds.
+        """Return the span with the longest overlap for each segment, and the length of the overlap in microseconds.
 
         If several overlaps are equally long, the first span wins. If no span overlaps a segment, the values are -1 and
         0.
@@ -406,7 +406,7 @@ class SegmentSpans:
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last assignment to a segment wins, so sort the longest overlap last; of equal overlaps, the first span.
+        # The last assignment to a segment wins, so sort by ascending overlap. Sort the first of equal overlaps last.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -471,7 +471,7 @@ def label_segments(
     classes: Sequence[ClassList],
     selection: Selection,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Find the segments that are overlapped by labelled captions of a split.
+    """Find the segments that labelled captions of a split overlap.
 
     A segment gets the label of the labelled caption with the longest overlap; if overlaps are equally long, the lowest
     caption ID wins. Captions without the label are ignored. Segments that no labelled caption overlaps are omitted.

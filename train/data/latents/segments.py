@@ -206,7 +206,7 @@ class Segments:
         num_frames: Number of frames of a full segment.
         first_segment: Index of the first segment of each chunk, followed by the number of segments, int64 [chunks + 1].
         num_tails: Number of chunks that end with a shorter segment.
-        tails: Treatment of shorter segments: "pad" if shorter segments are included, or "drop".
+        tails: Treatment of shorter segments: "pad" to include them with zero padding, or "drop" to omit them.
     """
 
     num_frames: int
@@ -234,7 +234,7 @@ def divide(records: LatentRecords, *, num_frames: int, tails: Tails) -> Segments
 def times_us(
     records: LatentRecords, segments: Segments, indices: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start and end of segments in their videos, microseconds, rounded down. Tails end with the chunk."""
+    """Return the start and end of segments in their videos, microseconds, rounded down. A tail ends with its chunk."""
     chunk = segments.chunk_of(indices)
     frame = (indices - segments.first_segment[chunk]) * segments.num_frames
     return frame_times_us(records, chunk, frame, num_frames=segments.num_frames)
@@ -317,7 +317,7 @@ class StoredLatents:
     Attributes:
         video_ids: IDs of the videos of the split.
         records: Chunks with latents.
-        divided: Videos whose seconds belong to several splits; None if there are none.
+        divided: Videos that are divided among several splits; None if no video is divided.
     """
 
     video_ids: pa.Array
@@ -327,7 +327,7 @@ class StoredLatents:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSegments:
-    """Data that contain the latents of segments.
+    """Opened data from which segments are read.
 
     Attributes:
         records: Chunks with latents. A segment table refers to them as parts.

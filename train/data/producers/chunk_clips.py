@@ -184,7 +184,7 @@ class Labels:
 
 
 def open_labelled_clips(query: ClipQuery, *, classes: Sequence[ClassList], repeats: int = 1) -> Samples[ClipReader]:
-    """Open the labelled clips of a split. Each labelled caption is a clip, even if several have the same span.
+    """Open the labelled clips of a split. Each labelled caption is a clip, even if several captions have the same span.
 
     Args:
         classes: Class lists. The label of a clip is the index of its class in each list. Captions whose class is not in
@@ -247,7 +247,7 @@ def _make_label_table(
         video_row=video_row,
         **times,
         chunks=chunks.table,
-        is_of_split=chunks.shows_only_split(video_row=video_row, **times),
+        is_of_split=chunks.are_entirely_in_split(video_row=video_row, **times),
         is_selected=None if is_selected is None else is_selected[rows],
         selected_chunks=selection.chunks,
     )

@@ -39,7 +39,7 @@ class GivenRows:
         video_id: Video of each row, strings [N].
         time_us: Time in the video, microseconds, int64 [N].
         begin_us, end_us: Span to which frames are limited, microseconds, int64 [N]. By default the span begins at 0 and
-            ends after any video.
+            ends later than any video.
     """
 
     video_id: pa.ChunkedArray

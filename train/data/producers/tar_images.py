@@ -1,4 +1,4 @@
-"""Producer of images in tars: their table, their reader, and a decoder for JPEG, PNG and WebP files.
+"""Producer of images in tars, with a table, a reader, and a decoder for JPEG, PNG and WebP files.
 
 Each tar is indexed once (clipmill.train.data.image_tars), and images are read in random order. Images are numbered in
 the order of the tars and their members. Samples without the requested caption or class are omitted and counted.
@@ -100,8 +100,8 @@ class ImageReader(ThreadedReader):
         """Return remarks on the number of samples per image, and the number of frames that show an image."""
         num_frames = self._shape.sampling.num_frames
         return [
-            f"{self._repeats} samples of each in an epoch" if self._repeats > 1 else "",
-            f"each repeated in {num_frames} frames" if num_frames > 1 else "",
+            f"{self._repeats} samples of each image per epoch" if self._repeats > 1 else "",
+            f"each image repeated in {num_frames} frames" if num_frames > 1 else "",
         ]
 
     @property
@@ -164,7 +164,7 @@ class ImageReader(ThreadedReader):
         return int(self._images[sample // self._repeats])
 
 
-_HINT = "use tars with img2dataset's layout: jpg, png or webp, with txt or json; classes in cls or in a key of the json"
+_HINT = "use tars with img2dataset's layout: jpg, png or webp, with captions in txt or json, and classes in cls or json"
 
 
 def open_tar_images(
@@ -194,7 +194,7 @@ def open_tar_images(
     for tar, index in zip(tars.tars, tars.indexes, strict=True):
         if index.first_video:
             raise UserError(
-                f"{tar} has a video, {index.first_video}, but the first sample of {tars.tars[0]} is an image",
+                f"{tar} contains a video, {index.first_video}, but the first sample of {tars.tars[0]} is an image",
                 hint="keep images and videos in separate tars; to mix videos with images, pass a data folder that prep "
                 "made and the image tars as two values of --shards",
             )
@@ -272,7 +272,7 @@ def _make_table(
     remarks += left_out.describe()
     damages = [f"{name}: {index.damage}" for name, index in zip(tars.tars, tars.indexes, strict=True) if index.damage]
     if damages:
-        remarks.append(f"{count_noun(len(damages), 'tar')} not read to the end, the first: {damages[0]}")
+        remarks.append(f"{count_noun(len(damages), 'tar')} not read to the end; the first is {damages[0]}")
     return SampleTable(first_part=images, captions=rows, label=label, caption_id=caption_id, remarks=tuple(remarks))
 
 
@@ -305,8 +305,8 @@ def decode_image(content: bytes) -> "av.VideoFrame":
     import av
 
     codec = _codec_of(content)
-    # Create a new decoder for each image, because libav's PNG decoder outputs noise for a second file. This takes a
-    # tenth of the time of decoding a small JPEG.
+    # Create a new decoder for each image, because libav's PNG decoder outputs noise for a second file. Creating a
+    # decoder takes a tenth of the time of decoding a small JPEG.
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, av.VideoCodecContext)
     context.thread_count = 1  # the loader's threads already use all cores
