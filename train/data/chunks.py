@@ -394,8 +394,7 @@ class ClipReader(ThreadedReader):
             read and decoded only once if the samples are loaded as a group.
         same_frames: Number of consecutive samples of a clip that show the same moments in training.
         moments: Function that takes a row and a random number generator (None in an evaluation), and returns the
-            moments to show; the function raises ValueError if the row has no moments. None to sample moments from the
-            span of the row.
+            moments to show, or raises ValueError. None to sample moments from the span of the row.
     """
 
     def __init__(
