@@ -75,6 +75,7 @@ TOGETHER = (
     "tests/prep/columns",
     "tests/prep/engines",
     "tests/prep/latents",
+    "tests/prep/scores",
     "tests/train/inference",
     "tests/train/library",
     "tests/train/search",

@@ -82,6 +82,7 @@ def test_zsh_accepts_what_is_written_for_it(tmp_path: Path) -> None:
     assert "_cyclopts_prep" in ran.stdout.splitlines()[-1], ran.stdout
 
 
+@pytest.mark.nightly
 def test_a_home_that_cannot_be_written_is_named() -> None:
     command = [sys.executable, "-m", "clipmill.prep.cli", "--install-completion", "--shell", "fish"]
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "HOME": "/dev/null"}, capture_output=True, text=True)

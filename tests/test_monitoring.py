@@ -204,6 +204,7 @@ def test_levels_and_ranks_of_lines_and_a_traceback_is_one_event(monkeypatch: pyt
     assert {event["rank"] for event in events} == {"3"} and not log.isatty()
 
 
+@pytest.mark.nightly
 def test_the_exporter_is_imported_only_if_asked_for(data: Path) -> None:
     program = (
         "import sys; from clipmill.train.run import tracking; from clipmill.prep.cli import main\n"

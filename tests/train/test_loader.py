@@ -14,6 +14,7 @@ from clipmill.train.data.batch import Sample
 from clipmill.train.data.loader import Loader, LoaderSettings, SampleRequest
 from clipmill.train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from clipmill.train.data.workers import ThreadedReader, map_in_order
+from tests.tiers import nightly_beyond
 
 
 class Numbers(ThreadedReader):
@@ -250,7 +251,7 @@ def test_every_rank_gets_as_much_and_together_they_get_everything_once() -> None
         assert len(seen) == len(set(seen)) == 60 // (4 * num_ranks) * 4 * num_ranks
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", nightly_beyond([3], [1, 3]))
 @pytest.mark.parametrize("failing", [(), (3, 17, 18, 40)])
 def test_a_run_resumes_at_any_step_on_any_number_of_ranks(failing: tuple[int, ...], group: int) -> None:
     """For any number of ranks before, no sample occurs twice in the epoch, and no sample is missing."""

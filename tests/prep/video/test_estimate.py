@@ -69,6 +69,7 @@ def test_a_plan_measures_this_machine_and_these_videos(
     assert re.search(r"measured by encoding 5 s of \d video", text) and " to " in text and "None" not in text
 
 
+@pytest.mark.nightly
 def test_the_size_lies_in_the_range_though_one_video_takes_more_than_the_others(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     for name in "abcd":  # selected by size, the trials would miss b

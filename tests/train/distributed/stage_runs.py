@@ -256,7 +256,6 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
     model = complete_captioner(part.eval(), stages=world.stages, device=CPU)
     captions = captions_by(model, sees=world.stages.is_first)
     (folder / f"said-{world.rank}.json").write_text(json.dumps(captions))
-    train_stages(chosen_of(begin_from(folder / "resumed-4", folder / "one", world), parallel=four), world)
     train_stages(chosen_of(begin_from(folder / "four-of-2x2", folder / "2x2-zero1", world), parallel=four), world)
     for name in ("dropout", "dropout-resumed"):
         if name != "dropout":
@@ -277,6 +276,8 @@ def run_further_stages(folder: Path) -> None:
             pairs = ParallelSettings(stages=2, strategy="ddp", partition="6,3")
             resumed = begin_from(folder / "resumed-2x2-ddp", folder / "one", launched)
             train_stages(chosen_of(resumed, parallel=pairs), launched.cut(2))
+            four, world = ParallelSettings(stages=4, partition="uniform"), launched.cut(4)
+            train_stages(chosen_of(begin_from(folder / "resumed-4", folder / "one", world), parallel=four), world)
 
 
 def run_stages(folder: Path) -> None:

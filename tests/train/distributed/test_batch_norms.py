@@ -13,7 +13,8 @@ from tests.train.distributed.norm_runs import digest, run_norms
 from tests.train.distributed.runs import STRATEGIES
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_evaluate_the_checkpoint_and_resume_it_to_the_bit(tmp_path: Path, num_ranks: int) -> None:
     end_well(fork_ranks(run_norms, tmp_path, size=num_ranks, folder=tmp_path))
     for strategy in STRATEGIES:

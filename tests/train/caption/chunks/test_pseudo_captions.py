@@ -76,6 +76,7 @@ def texts_in_tars() -> str:
     return "\n".join(member.decode() for member in members)
 
 
+@pytest.mark.nightly
 def test_the_documented_path_and_a_captioner_that_changed(
     repository: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
