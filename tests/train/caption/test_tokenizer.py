@@ -1,14 +1,22 @@
 """Caption tokens: every text survives encoding and decoding, GPT-2's files are read, and other files are rejected."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line, read_tokenizer, train_tokenizer
+from clipmill.train.tasks.caption.tokenizer import (
+    END,
+    NO_TOKEN,
+    CaptionTokenizer,
+    one_line,
+    read_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = ["A red square moves left.", "a blue circle moves <b>up</b>", "ein grüner Kreis", "赤い四角"]
 TOKENIZER = train_tokenizer(TEXTS, vocabulary_size=320)
@@ -17,8 +25,18 @@ ONE_TOKEN = '{"model":{"type":"BPE","vocab":{"<|endoftext|>":0},"merges":[]}}'
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
+@example("a <|endoftext|> b")
 def test_every_text_comes_back_but_for_control_characters_and_spaces(text: str) -> None:
     assert TOKENIZER.text(TOKENIZER.ids(text)) == one_line(text)
+
+
+def test_special_tokens_are_text_in_a_caption_and_tokens_in_a_prompt() -> None:
+    text = f"a {END} b"
+    for tokenizer in (TOKENIZER, pickle.loads(pickle.dumps(TOKENIZER))):
+        assert tokenizer.end_id not in tokenizer.ids(text) and tokenizer.end_id in tokenizer.prompt_ids(text)
+        assert tokenizer.targets(text, max_tokens=40).tolist().count(tokenizer.end_id) == 1
+        num_tokens = len(tokenizer.ids(text))
+        assert [tokenizer.count_longer([text], max_tokens=size) for size in (num_tokens, num_tokens + 1)] == [1, 0]
 
 
 def test_a_caption_is_one_line_whatever_tokens_a_model_finds() -> None:

@@ -77,11 +77,14 @@ class CaptionTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Return the token IDs of a caption, without the end token."""
+        # The caption does not end at the text of an end token. Copies of a tokenizer lose this setting.
+        self._tokenizer.encode_special_tokens = True
         ids: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
         return ids
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the token IDs of a part of a prompt, including its line breaks."""
+        """Return the token IDs of a part of a prompt, including its line breaks and special tokens."""
+        self._tokenizer.encode_special_tokens = False
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
         return ids
 
@@ -106,6 +109,7 @@ class CaptionTokenizer:
         """Count the captions with more than `max_tokens` tokens, including the end token."""
         # A token covers at least one byte, so captions with fewer bytes need not be encoded.
         lines = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
+        self._tokenizer.encode_special_tokens = True
         encodings = self._tokenizer.encode_batch(lines, add_special_tokens=False)
         return sum(len(encoding.ids) >= max_tokens for encoding in encodings)
 
