@@ -79,10 +79,10 @@ class OpenSource:
 
 @contextmanager
 def open_source(location: "Location", *, on_read: Callable[[], None] = lambda: None) -> Iterator[OpenSource]:
-    """Open a source: a local path, or the URL of an object, which is read in ranges.
+    """Open a source: a local path, or the URL of an object. Objects are read in ranges.
 
     Args:
-        on_read: Function to call after every range that is read from an object, as a heartbeat.
+        on_read: Function to call as a heartbeat, after each range that is read from an object.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, access_refused or io_error.
@@ -174,7 +174,7 @@ def current_fingerprint(location: "Location") -> str:
 
 @contextmanager
 def as_failure(code: FailureCode, what: str) -> Iterator[None]:
-    """Convert errors that libav raises inside the block to a SourceFailure.
+    """Convert an error that libav raises inside the block into a SourceFailure.
 
     Args:
         code: Code of the failure.

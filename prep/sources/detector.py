@@ -53,7 +53,7 @@ def scenedetect_version() -> str:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return the reason why this machine must not detect shots for a plan with PySceneDetect `version`, or None."""
+    """Return why this machine must not detect shots for a plan that requires PySceneDetect `version`, or None."""
     installed_version = scenedetect_version()
     if installed_version == version:
         return None

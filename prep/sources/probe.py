@@ -2,9 +2,9 @@
 
 The index of an MP4 file lists the position of every packet, so truncation is detected without reading the file. Other
 containers are demuxed completely, without decoding, because a plan needs information that only the packets contain: the
-exact end of the last frame, timestamps that restart, changes of shape, and damage. The duration in a header is not
-enough: it is rounded, may belong to a different track, or is missing, so a plan based on it could omit chunks or
-contain nonexistent chunks. For all containers, one frame is decoded to get the actual resolution and rotation.
+exact end of the last frame, timestamps that restart, changes of shape, and damage. The duration in a header may be
+rounded, missing or taken from a different track. A plan based on this duration could omit chunks or contain nonexistent
+chunks. For all containers, one frame is decoded to get the actual resolution and rotation.
 
 Files are opened only with an allowlist of demuxers and through the file protocol. A playlist or concat script that is
 disguised as a video is rejected, so it cannot make libav read other files. Objects are read in ranges
@@ -35,7 +35,7 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
     """Probe one source.
 
     Args:
-        on_read: Function to call for every packet, as a heartbeat.
+        on_read: Function to call as a heartbeat while the source is read.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,

@@ -50,7 +50,7 @@ def probe_in_parts(
     part_run: "PartRun",
     prober: Prober,
 ) -> bool:
-    """Read shares of the files until no share is left, and store their probes. The caller can plan afterwards.
+    """Read shares of the files until no share is left, and store the probes. The caller can plan afterwards.
 
     Args:
         known_probes: Earlier probes (PROBES) of the files to read, if any.

@@ -4,12 +4,12 @@ A hostile or damaged file can make its reader process crash or use all memory. A
 A reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
 ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
 after all other sources, when no other reader runs. The source fails only if its reader ends two more times. A new
-reader continues with the next sources. A process that is blocked inside the kernel, where even SIGKILL cannot end it,
-is abandoned.
+reader continues with the next sources. A process that is blocked inside the kernel is abandoned, because even SIGKILL
+cannot end it.
 
-`serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects: heartbeats (the
-first one when it has started) and, as the last line for each path, an object with `facts` or `failure`. A reader
-imports little besides libav, so it starts within 0.1 s.
+`serve` runs in the reader. It reads paths as lines of JSON strings, and writes lines of JSON objects. An empty object
+is a heartbeat; the first one is sent when the reader has started. The last object for each path contains `facts` or
+`failure`. A reader imports little besides libav, so it starts within 0.1 s.
 
 On a cluster, `probe_on_workers` divides the sources into tasks, and each worker starts a few readers. A result
 from a worker is used only if it describes a file of the expected size. A failure may be caused by the worker's machine,
@@ -51,8 +51,8 @@ def probe_each(
 
     Args:
         max_processes: Maximum number of readers. Fewer are started if results arrive quickly.
-        pool: Idle readers from earlier calls, which are used first. Readers that are idle at the end stay in this list;
-            None to end all readers.
+        pool: Idle readers from earlier calls, which are used first. Readers that are idle at the end stay in this list.
+            If it is None, all readers end with the call.
     """
     suspects = []
     for index, result in _probe_once(paths, max_processes=max_processes, pool=pool):
@@ -71,7 +71,7 @@ def probe_each(
 def _probe_once(
     paths: Sequence[str], *, max_processes: int, pool: "list[Reader] | None" = None
 ) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-    """Probe every path, as `probe_each` does, but read no source twice."""
+    """Probe every path once; the result is a `_ReaderExit` if the reader of the source ended."""
     sources, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers = [] if pool is None else pool
     num_done = 0
@@ -264,7 +264,7 @@ class ProbeResults:
 
     @property
     def machine_fault(self) -> MachineFault | None:
-        """Failure that the worker's machine may have caused, if every source failed."""
+        """Failure that the worker's machine may have caused; None unless every source failed."""
         failures = [result for result in self.results if isinstance(result, SourceFailure)]
         faults = (MachineFault(f"{failure.code}: {failure.message}") for failure in failures if not failure.is_lasting)
         return next(faults, None) if len(failures) == len(self.results) else None
@@ -280,9 +280,9 @@ def probe_on_workers(
 
     Args:
         sizes: Size of each source in bytes, as this process sees it.
-        run: Function that applies `probe_group` to tasks in the workers of an engine, and yields its outcomes.
-        max_processes: Maximum number of readers in this process, which probes the sources itself if they fit in one
-            task.
+        run: Function that applies `probe_group` to tasks in the workers of an engine, and yields the outcomes.
+        max_processes: Maximum number of readers in this process. If all sources fit in one task, only this process
+            probes them.
     """
     from clipmill.prep.core.progress import warn_refused
 

@@ -1,8 +1,8 @@
 """Sources in object storage and on web servers: request their states, and read them in ranges.
 
-A source is read through a `RemoteFile`, and has the same fingerprint, probe and shots as a local file. libav reads
-through this Python object, and never opens a connection itself. Only the encoder needs a local copy
-(`clipmill.prep.video.staging`).
+A source is read through a `RemoteFile`. Its fingerprint, probe and shots are the same as for a local file with this
+content. libav reads through this Python object, and never opens a connection itself. Only the encoder needs a local
+copy (`clipmill.prep.video.staging`).
 """
 
 import errno
@@ -25,12 +25,12 @@ from clipmill.manifests.storage.urls import is_web, mask_secrets, split_url
 from clipmill.prep.core.failures import REFUSALS, FailureCode, SourceFailure, refusal_code
 
 _MIB = 1 << 20
-_FIRST_BYTES = 256 << 10  # size of a read at a new position; the size doubles while reading continues from there
+_FIRST_BYTES = 256 << 10  # size of the first read at a new position; doubles with each read that continues there
 _MAX_BYTES = 8 * _MIB  # maximum size of a read
 _CACHE_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
 _SMALL_BYTES = 2 * _MIB  # maximum size of a file that is read in one request
 _NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
-# A listing is abandoned after this many objects per source, but not before a minimum number of objects.
+# A listing ends after _MAX_LISTED_PER_KEY objects for each requested key, but never before _MIN_LISTED objects.
 _MAX_LISTED_PER_KEY = 10
 _MIN_LISTED = 2000
 _MAX_FAILED = 64  # after this many consecutive requests without a response, no further requests are sent
@@ -40,7 +40,7 @@ _State = tuple[int, int] | SourceFailure  # result of `object_state`, or the fai
 
 
 def objects_of(url: str) -> tuple[Objects, str]:
-    """Return the bucket or web host of a URL, which is opened once per process, and the key of the object.
+    """Return (bucket or web host of a URL, key of the object). Each bucket or host is opened once per process.
 
     Raises:
         UserError: The URL is not supported.
@@ -77,7 +77,7 @@ def as_source_failure() -> Iterator[None]:
 
 
 def object_state(info: ObjectInfo) -> tuple[int, int]:
-    """Return (size in bytes, time of the last write in ns). If the content changes, at least one of the two changes.
+    """Return (size in bytes, time of the last write in ns). If the content changes, so does at least one of the values.
 
     Object storage reports the time in whole seconds. The nanoseconds are a digest of the ETag, so that an object that
     is replaced twice within a second counts as changed.
@@ -187,7 +187,7 @@ class RemoteFile(io.RawIOBase):
     Attributes:
         name: File name, from which libav guesses raw formats.
         size_bytes: Size of the object when it was opened.
-        failure: Failure of a read, which libav may mistake for the end of the file; None if all reads succeeded.
+        failure: Failure of a read; None if all reads succeeded. libav may mistake a failed read for the end of the file.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.

@@ -1,8 +1,8 @@
 """Detect the shots of all sources, and store them in `<data>/shots.parquet`, so that no source is searched twice.
 
 A row is identified by the fingerprint and length of a source, and by the detector with its settings. If any of these
-changes, the source is searched again. If a source is removed from the manifest, its rows are kept, because the source
-may return. Rows of detectors that no variant uses are removed when the table is next written. Failures that the file
+changes, the source is searched again. If a source is removed from the manifest, its rows are kept, because it may be
+added again. Rows of detectors that no variant uses are removed when the table is next written. Failures that the file
 caused are also stored. Sources with failures that the machine may have caused are searched again in every run.
 """
 
@@ -27,7 +27,7 @@ from clipmill.prep.engines import Check, Engine, MachineFault, Outcome, RefusedN
 from clipmill.prep.sources.access import current_fingerprint
 from clipmill.prep.sources.detector import Detector
 
-_MAX_SAVE_FRACTION = 0.05  # maximum fraction of a run's time to spend on saving, so that a killed run loses little
+_MAX_SAVE_FRACTION = 0.05  # maximum fraction of the run time to spend on saving
 
 SHOTS = pa.schema(
     [
@@ -222,7 +222,7 @@ def detect_shots(
 def _search_sources(
     engine: Engine, tasks: list[ShotTask], *, check: Check
 ) -> Iterator[Outcome[ShotTask, ShotResult] | RefusedNode | None]:
-    """Run `find_shots`; search the sources of lost workers again, one at a time, after all other sources.
+    """Search all sources with `find_shots`. Then search the sources of lost workers again, one at a time.
 
     Without the shots of a source, its chunks would be unknown, and a later run would assign them to different shards.
     """

@@ -29,7 +29,7 @@ _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXA
 def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of each shot except the first shot, in ascending order, from 1 to `num_frames` - 1.
 
-    Damaged frames are skipped here, because the encoder pass that contains them reports them.
+    Damaged frames are skipped here. The encoder pass that reads these frames reports the damage.
 
     Args:
         timeline: Timeline of the source.
@@ -63,7 +63,7 @@ def output_index(time_s: Fraction, *, fps: Fraction) -> int:
 def _output_pictures(
     location: Location, timeline: Timeline, *, num_frames: int, fps: Fraction
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield each picture, uint8 [H, W, 3], BGR, and the number of output frames that show it, `num_frames` in total."""
+    """Yield (picture, uint8 [H, W, 3], BGR; number of output frames that show it). The numbers sum to `num_frames`."""
     with open_source(location) as source:
         packets = None
         if not timeline.is_continuous:

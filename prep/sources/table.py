@@ -1,9 +1,9 @@
 """Probe all sources of a manifest, and store the results in `<data>/probes.parquet`. Unchanged files are probed once.
 
-A file counts as unchanged if its path, size and modification time are the same. Failures that the file caused are also
-stored. Files with failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every
-run. If a source becomes unreadable, the properties from its last successful probe are kept beside the failure. Chunks
-made from the source are kept too, although the file may no longer exist.
+A file counts as unchanged if its path, size and modification time are the same. Failures are also stored. If the
+machine may have caused a failure (permissions, a mount, a timeout), the file is probed again in every run. If a source
+becomes unreadable, the properties from its last successful probe are kept beside the failure. Chunks made from the
+source are kept too, even if the file no longer exists.
 
 Source files may be on a mount that does not respond. A thread that is blocked inside the kernel cannot be ended.
 Therefore each check has a timeout, after which the thread is abandoned and another thread continues with the remaining
@@ -43,7 +43,7 @@ _SLICE_FILES = 4096
 _TICK_S = 0.5  # interval at which threads are checked for timeouts
 NO_FILE = -1
 _SHARE_FILE = re.compile(r"\d+-of-\d+\.parquet", re.ASCII)
-SHARES_FOLDER = ".probes"  # subfolder of the data folder for the probes of parts, until they are in `probes.parquet`
+SHARES_FOLDER = ".probes"  # subfolder for the probes from the parts of a run, until `probes.parquet` contains them
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Slice:
 def _check_slices(
     waiting_slices: "SimpleQueue[_Slice]", active_slices: set[_Slice], finished_slices: "SimpleQueue[_Slice]"
 ) -> None:
-    """Check slices until the queue is empty. This function runs in a thread, and ends if its slice was abandoned."""
+    """Check slices until the queue is empty or the current slice is abandoned. This function runs in a thread."""
     while True:
         try:
             block = waiting_slices.get_nowait()
@@ -205,11 +205,11 @@ def _check_slices(
 
 
 _SAVE_INTERVAL_S = 30.0
-_MAX_SAVE_FRACTION = 0.03  # maximum fraction of the time to spend on saving, which takes longer with more probes
+_MAX_SAVE_FRACTION = 0.03  # maximum fraction of the run time to spend on saving; a larger table takes longer to save
 _MAX_RECORDS = 4096  # maximum number of probes held as Python objects
-_MAX_REFUSED = 100  # after this many consecutive sources with refused access, no further sources are requested
+_MAX_REFUSED = 100  # the run ends when access to this many consecutive sources has been refused
 _NEVER = -1  # impossible modification time, so that the next run does not reuse the row
-# Increment this number when probes begin to accept files that they used to reject: old failures are then probed again.
+# Increment this number when probes begin to accept files that they used to reject. Failed files are then probed again.
 _RULES = {b"probe_rules": b"3"}
 
 PROBES = pa.schema(
@@ -255,13 +255,13 @@ def read_probes(
 
 
 def add_shares(known_probes: pa.Table, files: Iterable[Path]) -> pa.Table:
-    """Return the probes, preceded by results of parts that have not been added yet (`probe_parts.py`).
+    """Return the known probes, preceded by the results that parts have stored since (`probe_parts.py`).
 
     If a path has several rows, the first row counts. A failure from a part does not replace a row, because the row may
     contain the properties of a source that has vanished since.
 
     Args:
-        files: Files of the parts, which may be missing.
+        files: Files with the probes of parts. Missing files are skipped.
     """
     for path in files:
         try:
@@ -284,7 +284,7 @@ def share_files(data_dir: Path) -> list[Path]:
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and the temporary files of killed parts, and also the folder if it is then empty."""
+    """Remove the probes of parts and the temporary files left by killed parts. Remove the folder if it is then empty."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -309,7 +309,7 @@ def probe_sources(
     divide: Callable[..., bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
-    """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
+    """Read the files without a reusable probe; return one probe for each path, in the same order (schema PROBES).
 
     Args:
         num_workers: Number of threads that check the files, and maximum number of local processes that read them.
@@ -318,7 +318,7 @@ def probe_sources(
             machine.
         divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
             the remaining files. The function returns True if this process must add the results to the stored probes.
-        on_progress: Function to call with (number probed, number to probe).
+        on_progress: Function to call with (number of files probed, number of files to probe).
 
     Raises:
         StorageRefused: A bucket refuses the credentials, or a bucket or server refuses many consecutive sources.
@@ -355,7 +355,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Prober:
-    """Reader of sources without a reusable probe. `probe_sources` has the same arguments, and describes them."""
+    """Reader of sources without a reusable probe. For the attributes, see the arguments of `probe_sources`."""
 
     num_workers: int
     retry_failed: bool
@@ -365,7 +365,7 @@ class Prober:
     def match(
         self, paths: pa.ChunkedArray, states: FileStates, known_probes: pa.Table
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known_probes`, int64 [N], -1 if missing, and the mask of reusable rows."""
+        """Return the row of each path in `known_probes`, int64 [N], or -1, and a mask of the reusable rows, bool [N]."""
         rows = _rows_of(paths, known_paths=known_probes["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known_probes["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
@@ -444,7 +444,7 @@ def failed_sources(probes: pa.Table, *, only_temporary: bool) -> np.ndarray:
 def num_to_read(probes: pa.Table) -> int:
     """Return the number of failed sources that a plan would read again: temporary failures, and changed files.
 
-    Local files are checked again. Sources in buckets are not checked, because that would cost requests.
+    Local files are checked for changes. Sources in buckets are not, because each check would cost a request.
     """
     temporary_rows = failed_sources(probes, only_temporary=True)
     lasting_rows = np.setdiff1d(failed_sources(probes, only_temporary=False), temporary_rows)
@@ -476,7 +476,7 @@ def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> d
 
 
 class _ProbeTable:
-    """Table that contains the known probes, and to which the probes of this run are added."""
+    """Table of the known probes. `append` adds the probes of this run."""
 
     def __init__(self, known_probes: pa.Table) -> None:
         self._parts = [known_probes.cast(PROBES)]
@@ -529,7 +529,7 @@ def _rows_of(paths: pa.ChunkedArray, *, known_paths: pa.ChunkedArray) -> np.ndar
 
 
 def _write_probes(data_dir: Path, table: pa.Table) -> None:
-    # Lock the folder, because `prep plan` also writes this file, without the lock of a column.
+    # Lock the folder, because `prep plan` also writes this file and does not hold the lock of a column.
     with folder_lock(data_dir):
         remove_temporaries(data_dir, matches=lambda target: target == PROBES_FILE)
         write_table_file(data_dir / PROBES_FILE, table)
