@@ -5,7 +5,7 @@ of the column. The driver publishes a token in the variant's folder, and sends a
 calls the ticket before its first task.
 
 This file imports only the standard library, and the Ray engine sends it to the workers by value. A node therefore runs
-the driver's version of the check, even if it has a different version of clipmill, or none. The column's code is
+the driver's version of the check, even if clipmill is missing or has a different version there. The column's code is
 identified by its import path, so the code of plug-in columns is compared in the same way.
 """
 
@@ -41,7 +41,7 @@ class Ticket:
         needs: Import path `package.module:function` of a function that checks the machine, and its argument. The
             function returns the reason why the machine is unsuitable, or None. The attribute is None if the column has
             no requirements.
-        bucket: `Mirror.access` of the driver, with which a worker mounts a data folder in a bucket; () for a local data
+        bucket: `Mirror.access` of the driver, used by workers to mount a data folder in a bucket; () for a local data
             folder.
     """
 

@@ -1,4 +1,4 @@
-"""The engine without Ray, which runs tasks in worker processes on this machine.
+"""Engine without Ray: run tasks in worker processes on this machine.
 
 A worker has one task at a time, so the death of a worker affects only one task. Workers are reused, because a new
 process for each task would import everything again.
@@ -120,7 +120,7 @@ class ProcessEngine:
         self._num_started += 1
         driver_pipe, worker_pipe = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, worker_pipe, gpu), daemon=True)
-        # Hide the main module. Otherwise, `multiprocessing` would load it, with the command line, in the new process.
+        # Hide the main module. Otherwise, `multiprocessing` would load the complete command line in the new process.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:

@@ -351,7 +351,7 @@ class IsolatedEngine:
 
     Args:
         engine: Engine to run. It must be picklable.
-        name: Name of the program that runs in the process, used in the message about the unexpected end of the process.
+        name: Name of the program that runs in the process, used in the message if the process ends unexpectedly.
         start_note: Text to show until the engine takes the first task; None to show nothing.
         start_limit_s: Time limit in seconds for the engine to take the first task; None for no limit.
     """
@@ -387,7 +387,7 @@ class IsolatedEngine:
             while True:
                 if not command_pipe.poll(TICK_S):
                     if deadline_s is not None and time.monotonic() > deadline_s:
-                        process.kill()  # the process may be waiting for Ray, and not be reading the pipe
+                        process.kill()  # the process may be waiting for Ray instead of reading the pipe
                         raise _start_failure(self._name, f"within {self._start_limit_s:g} s")
                     yield None
                     continue
@@ -420,7 +420,7 @@ def call_isolated(function: Callable[..., Any], *arguments: object, name: str) -
     """Call `function(*arguments)` in a separate process, and return its result.
 
     Args:
-        name: Name of the program that runs in the process, used in the message about the unexpected end of the process.
+        name: Name of the program that runs in the process, used in the message if the process ends unexpectedly.
 
     Raises:
         FailedWork: The process ended without a result.

@@ -108,7 +108,7 @@ class Nodes:
         return any(node["NodeID"] == node_id and node["Alive"] for node in self._ray.nodes())
 
     def starting_nodes(self) -> dict[str, str]:
-        """Return the ID of the node on which each worker of this run is starting, by actor ID."""
+        """Return {actor ID: ID of the node on which the actor is starting} for the workers of this run."""
         job = self._ray.JobID.from_hex(self._ray.get_runtime_context().get_job_id())
         actors = self._ray._private.state.actors(job_id=job, actor_state_name="PENDING_CREATION")
         return {actor_id: actor["Address"]["NodeID"] for actor_id, actor in actors.items()}
@@ -190,7 +190,7 @@ class Nodes:
 
 _TASKS_PER_ACTOR = 2  # the running task and the next task, so that an actor does not wait for the command
 _START_LIMIT_S = 300.0  # time limit for a node's first worker to start; Ray may have to set up a runtime environment
-_NUM_START_CHECKS = 10  # number of checks within this time limit
+_NUM_START_CHECKS = 10  # number of checks within _START_LIMIT_S
 _MAX_FAILED_STARTS = 3  # maximum number of consecutive failed starts per actor
 _MAX_LOST_NODES = 10  # maximum number of lost nodes per task, because a task may bring down its nodes
 _MAX_FAULTS = 2  # a node is refused after it fails this number of consecutive tasks that other nodes complete
@@ -254,7 +254,7 @@ class ActorRun:
         ]()  # call that returns the result of the task -> actor and task
         self._num_failed_starts = 0
         self._proven_ids = set[str]()  # nodes on which a worker has started
-        self._first_start_s = dict[str, float]()  # nodes on which the first worker is starting -> time of the start
+        self._first_start_s = dict[str, float]()  # node ID -> time at which its first worker began to start
         self._last_start_check_s = time.monotonic()
         self._num_faults = Counter[str]()  # node ID -> number of faults since the last task without a fault
 

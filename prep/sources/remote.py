@@ -187,7 +187,7 @@ class RemoteFile(io.RawIOBase):
     Attributes:
         name: File name, from which libav guesses raw formats.
         size_bytes: Size of the object when it was opened.
-        failure: Failure of a read; None if all reads succeeded. libav may mistake a failed read for the end of the file.
+        failure: Failure of a read; None if all reads succeeded. libav may mistake this failure for the end of the file.
 
     Raises:
         SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.

@@ -284,7 +284,7 @@ def share_files(data_dir: Path) -> list[Path]:
 
 
 def remove_shares(data_dir: Path) -> None:
-    """Remove the probes of parts and the temporary files left by killed parts. Remove the folder if it is then empty."""
+    """Remove the probes of parts and the temporary files left by killed parts, and then the folder if it is empty."""
     if (folder := data_dir / SHARES_FOLDER).is_dir():
         remove(*share_files(data_dir), *temporaries_in(folder))
         with suppress(OSError):
@@ -365,7 +365,7 @@ class Prober:
     def match(
         self, paths: pa.ChunkedArray, states: FileStates, known_probes: pa.Table
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known_probes`, int64 [N], or -1, and a mask of the reusable rows, bool [N]."""
+        """Return the row of each path in `known_probes`, int64 [N], or -1, and a mask of reusable rows, bool [N]."""
         rows = _rows_of(paths, known_paths=known_probes["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known_probes["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]
