@@ -271,9 +271,9 @@ class Plan:
     def notes(self, *, max_videos: int) -> tuple[int, dict[str, list[str]]]:
         """Return the number of videos with notes on unusual properties, and the notes of the first videos, by ID."""
         rows = np.flatnonzero(np.asarray(pc.fill_null(pc.not_equal(self.probes["notes"], ""), False)))
-        first = pa.array(rows[:max_videos])
-        notes = (text.splitlines() for text in self.probes["notes"].take(first).to_pylist())
-        return len(rows), dict(zip(self.video_ids(first.to_pylist()), notes, strict=True))
+        first_rows = pa.array(rows[:max_videos])
+        notes = (text.splitlines() for text in self.probes["notes"].take(first_rows).to_pylist())
+        return len(rows), dict(zip(self.video_ids(first_rows.to_pylist()), notes, strict=True))
 
     def notes_of(self, video_id: str) -> list[str]:
         """Return the notes on unusual properties of one video of the manifest."""
@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def num_with_audio(self) -> int:
-        """Number of videos with audio; `--audio drop` omits the audio."""
+        """Number of videos with audio, including audio that `--audio drop` omits."""
         return pc.sum(pc.greater(self.probes["num_audio"], 0)).as_py() or 0
 
     def workload(self, rows: np.ndarray) -> Workload:

@@ -1,4 +1,4 @@
-"""The reports of `prep plan`: the work of a run, its reasons and its cost or, with `--explain`, one chunk or video.
+"""Reports of `prep plan`: the work, reasons and cost of a run, or an explanation of one chunk or video (`--explain`).
 
 Core-hours come from a model with two terms: the cost of reading is proportional to the number of source pixels, and the
 cost of writing is proportional to the number of output pixels. Both terms were fitted to runs on natural videos. Trial
@@ -77,7 +77,7 @@ _SHORT_S, _LONG_S = 1.0, 4.0  # lengths of the two encoded sections of each vide
 OnSection = Callable[[str, Sequence[Path]], None]  # takes a video ID and the files of an encoded section
 _IGNORE: OnSection = lambda video_id, segments: None  # noqa: E731
 _MAX_COPY_BYTES = 512 << 20  # maximum size of a source that is copied for trials
-# Reasons to make or remove shards that gain or lose videos, by state and by whether all videos of the shard move.
+# Reasons to make or remove shards that gain or lose videos. The key is (state, True if all videos of the shard move).
 _MOVE_REASONS = {
     (ShardState.NEW, True): "the split of the videos has changed",
     (ShardState.NEW, False): "new videos, videos that have become longer, or videos whose split has changed",
@@ -116,7 +116,7 @@ class EncodeTrials:
 
 
 def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSection = _IGNORE) -> EncodeTrials:
-    """Encode sections of a small, a medium, a large and the heaviest video among the videos to encode.
+    """Encode sections of four of the videos to encode: a small, a medium, a large and the heaviest video.
 
     The heaviest video has the most source bytes per second, scaled to the resolution of the chunks. Content that takes
     many bytes in the source, such as grain and fast motion, is also expensive to encode, so this video gives the upper
