@@ -1,9 +1,9 @@
-"""Encode one span of a video in a single ffmpeg pass, and check the source frames that it shows.
+"""Encode one span of a video in a single ffmpeg pass, and check that the output shows the correct source frames.
 
 ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shortly before the span. The fps filter then
 drops every frame before the span. A seek to the exact start could miss the source frame that is visible there. If that
-frame begins even before the seek point, as is common in slides and screen recordings, ffmpeg misses it too. In this
-case the pass is stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced
+frame begins before the seek point, as is common in slides and screen recordings, ffmpeg still misses it. In this case
+the pass is stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced
 key frames, one per chunk. Frames between two chunks that belong to neither chunk are encoded into a segment that is
 discarded. ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames`
 compares it with the packets of the source.
@@ -266,7 +266,7 @@ def span_arguments(
     """Return the ffmpeg command for one span. The command must run in an empty folder.
 
     Args:
-        reach: Factor for the distance before the span at which the pass starts reading; usually 1.
+        reach: Factor by which the pass starts reading further before the span; usually 1.
     """
     import ffmpeg
 

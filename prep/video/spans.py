@@ -61,7 +61,7 @@ def shot_chunks(cuts: Sequence[int], num_frames: int, *, max_frames: int, min_fr
     1. A shot longer than `max_frames` is divided into as few chunks as possible. Their lengths differ by at most one
        frame, so there is no short remainder.
     2. In video order, each shot shorter than `min_frames` is merged with its shorter neighbour (the previous chunk or
-       the next shot) until it is long enough. A merge that would exceed `max_frames` is not made.
+       the next shot) until the result is long enough. A merge that would exceed `max_frames` is not made.
     3. A shot that is still too short is omitted.
 
     Args:
@@ -220,7 +220,7 @@ class ShotCutting:
         return pa.array(identities, pa.string()).take(pa.array(positions))
 
     def left_out(self, video: int, *, num_frames: int) -> list[tuple[int, int]]:
-        """Return the first frame, and the frame after the last, of each part of a video that no chunk contains."""
+        """Return (first frame, frame after the last frame) of each part of a video that no chunk contains."""
         rows = slice(self.begins[video], self.begins[video + 1])
         begins = [*self.first_frame[rows].tolist(), num_frames]
         ends = [0, *(self.first_frame[rows] + self.chunk_frames[rows]).tolist()]
@@ -238,7 +238,7 @@ class ShotCutting:
         return np.where(is_known, (rows - self.begins[videos]) // self.span_chunks, -1)
 
     def _rows(self, videos: Any, index: Any) -> tuple[Any, Any]:
-        """Return the first chunk of a span, and the chunk after the last, for one span or for arrays of spans."""
+        """Return (first chunk, chunk after the last chunk) of a span; for arrays, of each span."""
         begin = self.begins[videos] + index * self.span_chunks
         return begin, np.minimum(begin + self.span_chunks, self.begins[videos + 1])
 
@@ -462,7 +462,7 @@ def shards_of_moved_videos(
     """Find the shards that lose or gain videos because the split of a video has changed.
 
     Args:
-        layout: Table with schema LAYOUT, including the shards into which videos move.
+        layout: Table with schema LAYOUT, including the shards that videos move to.
         video_rows: Result of `clipmill.prep.core.tables.video_rows_of`.
         splits: Splits of the videos, in manifest order.
         stored: IDs of the shards that were written.
@@ -488,7 +488,7 @@ def shards_of_moved_videos(
 def video_layout_of_commits(
     data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array, cutting: Cutting
 ) -> pa.Table:
-    """Rebuild the layout (schema LAYOUT) for chunks with `settings` from all variants that share it.
+    """Rebuild the layout (schema LAYOUT) for chunks with `settings` from all variants that share this layout.
 
     Args:
         video_ids: IDs of the videos, in manifest order.
