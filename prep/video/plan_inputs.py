@@ -74,7 +74,7 @@ class PlanWithInputs:
         retry_codes: Codes of failures to retry even if nothing changed.
         changes: Differences between the shards to write and the stored shards, by shard ID.
         detection: Result of the shot detection; None if no shots were detected for this plan.
-        read_again: IDs of the videos whose unchanged source was read again and failed again.
+        read_again: IDs of the videos whose source is unchanged, but was read again and failed again.
     """
 
     plan: Plan
@@ -120,8 +120,8 @@ def make_plan(
     """Plan `recipe` for the manifest in `data_dir`. If an engine is passed, the caller must hold the column's lock.
 
     Args:
-        retry_codes: Codes of failures to retry even if nothing changed. If there are any, failed sources are probed
-            again.
+        retry_codes: Codes of failures to retry even if nothing changed. If the set is not empty, failed sources are
+            probed again.
         engine: Engine of a cluster whose workers probe the sources; None to probe them on this machine.
         part_run: Part of a run in which all parts share the probing; None for a command without `--part`.
     """
@@ -219,7 +219,7 @@ def add_missing_shots(full_plan: PlanWithInputs, engine: "Engine") -> PlanWithIn
 
     # The folder of the variant holds the ticket of the workers, and its recipe records the detector.
     make_variant(full_plan.variant_dir, dict(recipe.values))
-    # The table keeps the shots that any variant uses.
+    # Keep the stored shots that any variant uses.
     used_detectors = set()
     for variant in variants_of(full_plan.data_dir, VIDEO):
         with suppress(UserError):  # the variant has a different schema

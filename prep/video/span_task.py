@@ -43,7 +43,7 @@ _MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Access to sources as local files. One source is in use at a time, until `path_of` is called for another source.
+    """Access to sources as local files. Only one source is in use at a time: a call for another source releases it.
 
     Args:
         folder: Folder for copies with rewritten timestamps; required by the method `continuous`.
@@ -330,7 +330,7 @@ class OldChunks:
             plans: Plans of the spans.
         """
         self._folder = folder
-        # MP4 file or source packets, and JSON content, of each chunk, by span fingerprint and chunk start in ms.
+        # Span fingerprint -> start of the chunk in ms -> (MP4 file or source packets, JSON content).
         self._stored: dict[str, dict[int, tuple[Path | SourceChunk, dict[str, Any]]]] = {}
         fingerprints = {plan.fingerprint for plan in plans}
         if commit is not None:

@@ -80,7 +80,7 @@ class ShardTask:
     """Input of a worker, made up only of paths and small values.
 
     Attributes:
-        old_commit: Previous commit of the shard, from which unchanged chunks are copied; None if the shard is new.
+        old_commit: Previous commit of the shard, used to copy unchanged chunks; None if the shard is new.
         other_tars: Other tars that contain chunks of these spans.
         captions_file: Caption table of the manifest; None if no video has captions.
         caption_groups: Row groups of the caption table that contain captions of the shard's videos.
@@ -280,7 +280,7 @@ def scratch_folder(run: str = "") -> Iterator[Path]:
         run: Description of the work; stored in the marker, but not used.
 
     Raises:
-        OSError: The folder cannot be created, or its parent folder is not exclusive to this user.
+        OSError: The folder cannot be created, or its parent folder is not private to this user.
     """
     remove_abandoned()
     folder, descriptor = _make_scratch(private_root("scratch"), run)
@@ -398,7 +398,7 @@ def _lock_scratch_root(root: Path) -> Iterator[None]:
     """Hold the lock of the parent folder; create the folder if it is missing, and remove it at the end if it is empty.
 
     Raises:
-        OSError: The folder cannot be created, or is not exclusive to this user.
+        OSError: The folder cannot be created, or is not private to this user.
     """
     while True:
         descriptor = open_private(root)

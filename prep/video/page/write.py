@@ -105,7 +105,7 @@ def summary(all_chunks: Chunks, chunks: Chunks, *, num_shown: int, variant: Vari
 
 
 def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
-    """Return pairs of the value and the name of each total."""
+    """Return (value, name) of each total."""
     seconds, size_bytes = float(chunks.duration_s.sum()), int(chunks.size_bytes.sum())
     totals = [
         (f"{len(np.unique(chunks.video)):,}", "videos"),
@@ -379,10 +379,10 @@ class PageLinks:
         """Numbers of the pages in the navigation bar, with None for each gap."""
         visible_numbers = {1, self.count, *range(max(1, self.number - 2), min(self.count, self.number + 2) + 1)}
         numbers: list[int | None] = []
-        last = 0
+        previous_number = 0
         for number in sorted(visible_numbers):
-            numbers += [None, number] if number > last + 1 else [number]
-            last = number
+            numbers += [None, number] if number > previous_number + 1 else [number]
+            previous_number = number
         return numbers
 
 
