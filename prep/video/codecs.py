@@ -280,8 +280,8 @@ _SCHEMA_1_HASHES: dict[str, dict[str, str]] = {
 }
 
 
-# Types of NAL units with a slice: H.264 table 7-1, H.265 table 7-1. Even HEVC types up to _HEVC_LAST_SUBLAYER_TYPE are
-# sub-layer non-reference pictures.
+# Types of NAL units with a slice: H.264 table 7-1, H.265 table 7-1. Even-numbered HEVC types up to
+# _HEVC_LAST_SUBLAYER_TYPE are sub-layer non-reference pictures.
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
 _HEVC_LAST_SLICE_TYPE = 31
 _HEVC_LAST_SUBLAYER_TYPE = 14

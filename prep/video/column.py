@@ -281,7 +281,7 @@ def _flags(recipe: Recipe | IndexRecipe) -> list[str]:
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
     # Some defaults depend on the GOP layout, so they are computed for the layout in `settings`. The default of the
-    # layout itself comes from a recipe that does not set it.
+    # layout itself comes from a recipe that does not set a layout.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     base = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": base.gop, "codec": base.codec if names else None}

@@ -249,7 +249,7 @@ class Advice:
         size_bytes: Total size of the sources in bytes.
         num_clips: Number of clips in an epoch.
         clip_source: Item that each clip covers: "caption" or "chunk".
-        recipes: Costs of each recipe, by name; recipes with which no section could be encoded are missing.
+        recipes: Costs of each recipe, by name. A recipe is missing if no section could be encoded with it.
         clips_per_s: Number of clips that training requires per second; None if unknown.
     """
 

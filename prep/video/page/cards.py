@@ -265,7 +265,7 @@ class Card:
         scores: Scores by name.
         model_caption: Generated caption from the column `captions`; empty if there is none.
         labels: Names and values of the labels on captions that overlap the chunk.
-        problem: Reason why the chunk cannot be shown, without pictures or a clip; None for a chunk that can be shown.
+        problem: Reason why the card has neither pictures nor a clip; None if the chunk can be shown.
     """
 
     key: str
@@ -294,7 +294,7 @@ class Card:
 
     @property
     def sort_values(self) -> list[tuple[str, float]]:
-        """Names and values of the scores by which a page can be sorted."""
+        """Names and values of the scores that a page can be sorted by."""
         return [
             (score.name, self.scores[score.name]) for score in SCORES if score.sort_label and score.name in self.scores
         ]

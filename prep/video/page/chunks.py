@@ -161,7 +161,7 @@ def _sort_rows(ids: pa.Array, codes: NDArray[np.int32], table: pa.Table) -> _Row
 
 
 def _read_indexes(variant: Variant, holes: dict[int, Hole]) -> _Rows | None:
-    """Read the chunks from all readable indexes; None if no index is readable. Other shards are added to `holes`."""
+    """Read the chunks from all readable indexes; return None if there are none. Add unreadable shards to `holes`."""
     parts = []
     for shard in variant.shards():
         if not is_readable(shard):
