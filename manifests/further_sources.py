@@ -159,8 +159,7 @@ class FurtherCaptions:
         )
         dataset_digests, joint_digests = videos["captions_sha256"].to_pylist(), []
         for digest, further_digest, count in zip(dataset_digests, digests, counts.tolist(), strict=True):
-            joint_digest = hashlib.sha256(f"{digest} {further_digest}".encode()).hexdigest()
-            joint_digests.append(joint_digest if count else digest)
+            joint_digests.append(hashlib.sha256(f"{digest} {further_digest}".encode()).hexdigest() if count else digest)
         own_digests = [
             digest if count else None for digest, count in zip(dataset_digests, counts.tolist(), strict=True)
         ]

@@ -209,8 +209,7 @@ def count_changed_splits(old_videos: pa.Table, new_videos: pa.Table) -> int:
     rows = pc.index_in(new_videos["video_id"].combine_chunks(), value_set=old_videos["video_id"].combine_chunks())
     is_known = pc.is_valid(rows)
     old_splits = old_videos["split"].combine_chunks().take(rows.filter(is_known))
-    new_splits = new_videos["split"].combine_chunks().filter(is_known)
-    return pc.sum(pc.not_equal(old_splits, new_splits)).as_py() or 0
+    return pc.sum(pc.not_equal(old_splits, new_videos["split"].combine_chunks().filter(is_known))).as_py() or 0
 
 
 def replace_dataset(old_videos: pa.Table, new_videos: pa.Table, *, dataset: str) -> pa.Table:

@@ -117,8 +117,7 @@ class CommittedShard:
             DamagedIndex: The index differs from the commit.
             OSError: The index cannot be read.
         """
-        verified_identity = self._verified_indexes.get(self.shard_id)
-        if verified_identity is not None and _identity(self.index_path) == verified_identity:
+        if (known := self._verified_indexes.get(self.shard_id)) is not None and known == _identity(self.index_path):
             return
         sha256 = self._files.index_sha256
         self._tars.provide(self.index_path, size_bytes=self._files.index_bytes, sha256=sha256)

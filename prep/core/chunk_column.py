@@ -61,8 +61,7 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
     """
     resolved_settings, further_values = work.resolve(settings)
     identity = {"schema": column.schema, "column": column.name, VIDEO: video}
-    values = {**stored_values(resolved_settings), **identity, **further_values}
-    recipe = Recipe(resolved_settings, values, column.name)
+    recipe = Recipe(resolved_settings, {**stored_values(resolved_settings), **identity, **further_values}, column.name)
     return replace(recipe, name=work.name(recipe))
 
 

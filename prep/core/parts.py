@@ -444,8 +444,9 @@ class PartRun:
         is_late = False
         while True:
             counts = count_visible()
-            is_complete = all(counts.get(owner, 0) >= num_made for owner, num_made in reported_counts.items())
-            if is_complete or time.monotonic() > deadline_s:
+            if all(counts.get(owner, 0) >= num_made for owner, num_made in reported_counts.items()) or (
+                time.monotonic() > deadline_s
+            ):
                 return
             if not is_late:
                 is_late = True

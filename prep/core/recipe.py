@@ -62,9 +62,10 @@ def stored_values(settings: Any) -> dict[str, Any]:
     """Return the settings that are part of the recipe, keyed by name."""
     kind = type(settings)
     defaults = {field.name: field.default for field in fields(kind)}
-    added_names = marked_fields(kind, STORED_IF_CHANGED)
-    omitted_names = {name for name in added_names if getattr(settings, name) == defaults[name]}
-    omitted_names |= marked_fields(kind, NOT_STORED).keys()
+    unchanged_names = {
+        name for name in marked_fields(kind, STORED_IF_CHANGED) if getattr(settings, name) == defaults[name]
+    }
+    omitted_names = unchanged_names | marked_fields(kind, NOT_STORED).keys()
     return {name: value for name, value in asdict(settings).items() if name not in omitted_names}
 
 

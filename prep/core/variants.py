@@ -73,9 +73,11 @@ def read_selection(folder: Path) -> dict[str, Any]:
         return {}
     selection = _read(path)
     if selection is None:
-        command = command_for(folder.parent.name, folder.name)
-        hint = f"run prep {command} again with the same flags, such as --where, to rewrite the file"
-        raise UserError(f"{path} is damaged", hint=hint)
+        raise UserError(
+            f"{path} is damaged",
+            hint=f"run prep {command_for(folder.parent.name, folder.name)} again with the same flags, such as --where, "
+            "to rewrite the file",
+        )
     return selection
 
 

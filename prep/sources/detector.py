@@ -54,7 +54,6 @@ def scenedetect_version() -> str:
 
 def version_mismatch(version: str) -> str | None:
     """Return why this machine must not detect shots for a plan that requires PySceneDetect `version`, or None."""
-    installed_version = scenedetect_version()
-    if installed_version == version:
+    if (installed_version := scenedetect_version()) == version:
         return None
     return f"PySceneDetect is {installed_version}, but the plan requires {version}"

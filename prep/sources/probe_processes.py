@@ -94,8 +94,7 @@ def _probe_once(
             ready_descriptors = wait([reader.descriptor for reader in busy_readers], timeout=_SPAWN_DELAY_S)
             # Starting a reader takes longer than reading most sources.
             is_slow = not ready_descriptors and all(reader.has_started for reader in busy_readers)
-            can_start = is_slow and len(busy_readers) < max_processes
-            if can_start and (source := _next_source(retries, sources)) is not None:
+            if is_slow and len(busy_readers) < max_processes and (source := _next_source(retries, sources)) is not None:
                 readers.append(Reader())
                 readers[-1].enqueue(*source)
             for reader in busy_readers:

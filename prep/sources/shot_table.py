@@ -215,8 +215,7 @@ def detect_shots(
     finally:
         if len(new_rows) > num_saved:
             save()
-    all_rows = _join_rows(kept_rows, [*new_rows, *transient_rows])
-    return Detection(all_rows, len(tasks), total_cpu_s, tuple(refused_nodes))
+    return Detection(_join_rows(kept_rows, [*new_rows, *transient_rows]), len(tasks), total_cpu_s, tuple(refused_nodes))
 
 
 def _search_sources(

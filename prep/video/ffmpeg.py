@@ -159,8 +159,9 @@ def find_ffmpeg() -> Ffmpeg:
                 f"the imageio-ffmpeg package does not contain an ffmpeg program: {error}",
                 hint=f"install the wheel of the package, or set ${PROGRAM_VARIABLE} to a working program",
             ) from None
-    version = _version(bundled_path, where="the imageio-ffmpeg package")
-    return Ffmpeg(bundled_path, version, outdated_program=outdated_program)
+    return Ffmpeg(
+        bundled_path, _version(bundled_path, where="the imageio-ffmpeg package"), outdated_program=outdated_program
+    )
 
 
 def version_mismatch(version: str) -> str | None:

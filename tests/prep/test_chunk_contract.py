@@ -283,7 +283,7 @@ def test_a_setting_of_each_type_comes_back_from_its_flags_and_from_its_recipe(ch
 def test_a_package_that_is_not_installed_is_named_before_workers_start(shard_set: ShardSet) -> None:
     with pytest.raises(UserError, match="not_there of the column is not installed on this machine") as error:
         make_here(replace(COLUMN, package="not_there"), shard_set.data)
-    assert "correct `package` in its ColumnSpec" in str(error.value.hint)
+    assert "correct `package`, its import name, in the ColumnSpec" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("numbers", [(3, 1), (2, 2), (-1,), (0, 60), (59, 60)])

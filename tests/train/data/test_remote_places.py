@@ -141,7 +141,9 @@ def test_a_cache_on_a_read_only_disk_is_the_users_mistake(tiny_disk: Path, bucke
 
 def test_a_cache_that_is_too_small_for_a_tar_is_the_users_mistake(bucket: str, tmp_path: Path) -> None:
     open_objects(bucket).write("0.tar", bytes(2000))
-    with pytest.raises(UserError, match=r"has 2,000 bytes, but in the cache .*, only 1,000 of 1,000") as caught:
+    with pytest.raises(
+        UserError, match=r"has 2,000 bytes, but only 1,000 of 1,000 bytes are free or unused in the cache"
+    ) as caught:
         local_copy(f"{bucket}/0.tar", cache=tmp_path, size="1kB")
     assert caught.value.hint and "--cache-size" in caught.value.hint
 
