@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,6 +38,7 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.timing import turns
 from clipmill.manifests.storage.objects import Objects
 from clipmill.prep.video.ffmpeg import find_ffmpeg
+from clipmill.shards.marks import keep_marks
 from clipmill.train.data.data_folder import DataFolder, open_data_folder
 from clipmill.train.data.latents.segments import SegmentQuery
 from clipmill.train.data.loader import LoaderSettings, TrainingSet
@@ -109,9 +111,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch, s3_server() as server, faulty(server.port) as proxy:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        s3_server() as server,
+        faulty(server.port) as proxy,
+        patch.dict("os.environ", server.environment()),
+        keep_marks(),  # marks of readers must be removed while the server runs
+    ):
         folder = Path(scratch)
-        os.environ.update(server.environment())
         proxy.set(latency_s=arguments.latency)
         shown_ms = f"{1000 * arguments.latency:.0f} ms"
         clips, latents = (

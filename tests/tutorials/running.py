@@ -16,6 +16,7 @@ from typing import Any
 
 from clipmill.train.cli import main
 from tests.prep.running import prep_here
+from tests.small_tiny import restore
 from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command
 from tests.tutorials.page import Block, command_lines, missing_lines
@@ -99,6 +100,7 @@ def _expand(word: str) -> list[str]:
 
 def _rank(folder: Path, out_path: Path, program: str, *words: str) -> None:
     """Run a rank of `train` or of a script in the reader's folder; all ranks append their output to one file."""
+    restore()  # the process that forked this rank has the small model
     os.chdir(folder)
     with out_path.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

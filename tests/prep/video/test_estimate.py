@@ -169,6 +169,6 @@ def test_sources_in_a_bucket_are_tried_as_local_ones_are_or_the_plan_says_why_no
     assert planned["num_trials"] == 2 and planned["size_bytes_range"] and not planned["lacking_trials"]
     monkeypatch.setattr(estimate_module, "_MAX_COPY_BYTES", 1000)
     text = prep("plan", *quick).stdout
-    assert f"all trials were omitted: {bucket}/videos/" in text and "a plan copies up to 1" in text
+    assert f"all trials were omitted: {bucket}/videos/" in text and "a plan copies at most 1" in text
     assert staging._locked_root is not None
     os.close(staging._locked_root[2])  # the sweeper removes the copies
