@@ -152,7 +152,7 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert ended.returncode == 2 and hint.startswith("hint: install the same clipmill and ffmpeg on each node"), (
         ended.stderr
     )
-    assert error.startswith("error: no usable workers: node ") and error.count(" on ") == 2
+    assert error.startswith("error: no usable workers: node ") and error.count(": the data folder is not shared") == 2
     assert "Traceback" not in ended.stderr and list(alone.iterdir()) == []
 
     copy = other_source(tmp_path / "copy")
