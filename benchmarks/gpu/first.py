@@ -51,17 +51,18 @@ _WARM_STEPS = 8
 
 def measure_doctor(setup: Setup) -> Result:
     """Return the findings of `train doctor` about torch, the driver and each attention backend."""
-    found = examine_accelerator(looks_for_gpus=setup.device.type == "cuda")
-    rows: list[dict[str, Any]] = [asdict(tried) for tried in found.tried]
+    accelerator = examine_accelerator(looks_for_gpus=setup.device.type == "cuda")
+    rows: list[dict[str, Any]] = [asdict(trial) for trial in accelerator.tried]
     for row in rows:
         if not row["error"]:
             del row["error"]
     return Result(
         rows=rows,
         notes=[
-            f"torch {found.torch}, CUDA {found.torch_cuda}, driver {found.driver} (needs {found.needed_driver})",
-            f"xformers {found.xformers}; its own library: {found.xformers_library or 'loaded'}",
-            *(f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}" for gpu in found.gpus),
+            f"torch {accelerator.torch}, CUDA {accelerator.torch_cuda}, driver {accelerator.driver} "
+            f"(needs {accelerator.needed_driver})",
+            f"xformers {accelerator.xformers}; its own library: {accelerator.xformers_library or 'loaded'}",
+            *(f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}" for gpu in accelerator.gpus),
         ],
     )
 
@@ -210,8 +211,8 @@ def _run(module: str, words: Sequence[object], *, setup: Setup, timeout_s: float
     return status, printed.getvalue()
 
 
-def _deviation(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
+def _deviation(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(actual, expected, strict=True))
 
 
 def _milliseconds(step: Callable[[], None], setup: Setup, *, num_steps: int = 10) -> float:

@@ -1,16 +1,17 @@
-"""Lock resources in a bucket with leases. Only one process can hold a lease, which expires unless it is renewed.
+"""Locks in buckets. Only one process can hold a lease, and it expires unless the process renews it.
 
 A process takes a lease by writing the object on the condition that no other process has written it (If-None-Match for a
 new object, If-Match for a released lease). The holder rewrites the object every `RENEWAL_S` seconds, and releases the
-lease by replacing the content with a random number. Each state of the object has different content, so no state has the
-etag of an earlier state. A lease that was not renewed for `EXPIRY_S` seconds may be taken over. The age of a lease is
-the difference between two timestamps from the server, so it does not depend on the clocks of the machines.
+lease by replacing the content with a random number. Each version of the object has different content, so no two
+versions have the same etag. If a lease was not renewed for `EXPIRY_S` seconds, another process may take it over. The
+age of a lease is the difference between two timestamps from the server, so it does not depend on the machines' clocks.
 
-`require` guards all requests that change objects (`objects.py`). A lease is trusted if a request that starts now must
-end before the lease can expire. Otherwise, the holder first renews the lease under the same condition. If another
-process has taken over the lease, `LeaseLost` is raised.
+`objects.py` calls `require` before each request that changes an object. If the lease could expire before the request
+ends, the holder first renews it. If another process has taken over the lease, the request is not sent, and `LeaseLost`
+is raised.
 
-`HeldLeases` contains all leases of a process. A worker checks the leases of its command (`Fence`).
+`HeldLeases` contains all leases of a process. A worker holds no lease itself, but checks that its command still holds
+its leases (`Fence`).
 """
 
 import json
@@ -52,7 +53,7 @@ class LeaseHeld(UserError):
 
 
 class LeaseLost(FailedWork, OSError):
-    """Another process has taken over the lease."""
+    """The lease is lost, or was not renewed in time and may be lost."""
 
 
 class Lease:
@@ -152,7 +153,14 @@ class Lease:
             return None
 
     def require(self) -> None:
-        """Raise LeaseLost if another process could take over the lease before a request ends; see `objects.Guard`."""
+        """Check that no other process can take over the lease before a request that starts now ends (`objects.Guard`).
+
+        If the lease could expire earlier, renew it.
+
+        Raises:
+            LeaseLost: Another process holds the lease.
+            OSError: The lease could expire, and the bucket cannot be reached.
+        """
         with self._lock:
             if self._new_holder is None and not is_trusted(self._renewed_s):
                 self._renew()
@@ -257,7 +265,7 @@ class Lease:
 
 
 def server_time_s(objects: Objects) -> float:
-    """Return the server's current time in seconds since the epoch, which is the time of a newly written object."""
+    """Write a temporary object, and return its time: the server's current time in seconds since the epoch."""
     while True:
         key = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-dataset.json"  # if this process is killed, others remove it
         objects.write(key, b"")
@@ -347,13 +355,17 @@ class HeldLeases:
             lease.release()
 
     def fence(self, key: str, token: str) -> None:
-        """Before each attempt to write, check that the command of this worker still holds a lease."""
+        """From now on, check before each attempt to write that the command of this worker still holds a lease."""
         if (key, token) not in self._fenced_leases:
             self._fenced_leases.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)
 
     def require(self) -> None:
-        """Raise LeaseLost if another process could take over a lease before a request that starts now ends."""
+        """Check all leases before a request that starts now.
+
+        Raises:
+            LeaseLost: A lease is lost, or could be lost before the request ends.
+        """
         for guard in tuple(self._guards):
             guard()
 
@@ -367,7 +379,11 @@ class Fence:
         self._lock = threading.Lock()
 
     def require(self) -> None:
-        """Raise LeaseLost if the command could lose the lease before a request ends; see `objects.Guard`."""
+        """Check that the command cannot lose the lease before a request that starts now ends (`objects.Guard`).
+
+        Raises:
+            LeaseLost: Another process holds the lease, or the command has not renewed it in time.
+        """
         end_s = now_s() + stores.RETRY_S
         with self._lock:
             while not is_trusted(self._renewed_s):

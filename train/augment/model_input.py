@@ -108,7 +108,7 @@ def _draw_operations(
     )
     kind, application, radius, angle, sign = np.moveaxis(values_BN5, -1, 0)
     operation_BN = np.where(application < _OPERATION_PROBABILITY, (kind * len(OPERATIONS)).astype(np.int64), -1)
-    # Draw normally distributed numbers (Box and Muller 1958).
+    # Draw standard normal numbers (Box and Muller 1958).
     normal_BN = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
     magnitude_BN = np.clip(settings.rand_magnitude + settings.rand_std * normal_BN, 0, MAX_MAGNITUDE)
     return operation_BN, magnitude_BN / MAX_MAGNITUDE * np.where(sign < 0.5, -1.0, 1.0)
@@ -149,13 +149,13 @@ def _draw_boxes(positions: Positions, probability: float, *, seed: int) -> NDArr
 # repeating the edge. The kernel is truncated at three times the largest sigma.
 #
 # Random erasing (Zhong et al. 2020) replaces a box with noise; the box is the same in all frames of a clip. The noise
-# is normally distributed for each pixel, channel and frame, like normalised inputs (the "pixel" mode of VideoMAE and
+# is drawn from the standard normal distribution for each pixel, channel and frame (the "pixel" mode of VideoMAE and
 # timm). It is a function of the clip's seed, so a clip gets the same noise whenever it is converted: as the mixup
 # partner of another clip, at a different index in a batch, or on a different device. torch's generators would draw
 # different numbers on a GPU and on a CPU.
 
 
-# BT.601 weights, used for clips with any colour encoding. They equal torchvision's weights, but sum to exactly 1.
+# BT.601 weights, used for clips with any colour encoding. They sum to 1; torchvision's 0.2989 for red does not.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # radius of the blur kernel
 
@@ -233,7 +233,7 @@ def box_slices(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Draw normally distributed numbers (Box and Muller 1958), the same on all devices, except for rounding."""
+    """Draw standard normal numbers (Box and Muller 1958), the same on all devices, except for rounding."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)

@@ -274,7 +274,7 @@ def tag_metrics(line: dict[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """Tracker that writes event files to RUN/tensorboard, with the settings and the path of the results page as text.
 
-    A resumed run adds a file. In TensorBoard, this file replaces the steps after `step` in earlier files.
+    A resumed run adds an event file, which tells TensorBoard to hide the later steps of the earlier event files.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -298,8 +298,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Tracker that logs to one W&B run, online or offline (for `wandb sync`).
 
-    RUN/wandb.json contains the ID of the W&B run and the last step that was sent. W&B cannot remove points, so steps
-    that a resumed run repeats are not sent again; their metrics are the same.
+    RUN/wandb.json contains the ID of the W&B run, and the last step that was logged before this tracker was opened.
+    W&B cannot remove points, so steps that a resumed run repeats are not sent again; their metrics are the same.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:

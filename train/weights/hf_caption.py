@@ -226,7 +226,7 @@ def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
         if getattr(config, name) not in supported_values:
             raise UserError(
                 f"{source}: {name} is {getattr(config, name)!r}, which clipmill's models do not support",
-                hint=f"use weights with {' or '.join(map(repr, supported_values))}",
+                hint=f"use weights whose {name} is {' or '.join(map(repr, supported_values))}",
             )
 
 

@@ -11,10 +11,11 @@ A class file is a list or a table (clipmill.train.data.classes). A template file
     text (Kinetics' `class`)                the label is the name
     number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions with this label
 
-With a class file, a numeric label is a class number in the file, and a text label must be a name in the file. Without a
-label, the text of a caption must be a name in the file.
+With a class file, a numeric label is a class number in the file, and a text label is looked up among the names in the
+file. Without a label, the text of the caption is looked up. A caption whose label or text is not among the names has no
+class, and is omitted.
 
-Datasets of CLIP_benchmark (LAION) are image tars with the class and template files next to them:
+Datasets of CLIP_benchmark (LAION) are image tars, with the class and template files in the parent folder:
 
     DIR/classnames.txt                           one class per line; the first line is class 0
     DIR/zeroshot_classification_templates.txt    one template per line, with {c} for the name
