@@ -355,7 +355,7 @@ class HeldLeases:
             lease.release()
 
     def fence(self, key: str, token: str) -> None:
-        """From now on, check before each attempt to write that the command of this worker still holds a lease."""
+        """Check that the command of this worker still holds a lease, before each later attempt to write."""
         if (key, token) not in self._fenced_leases:
             self._fenced_leases.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)

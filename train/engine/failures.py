@@ -1,17 +1,6 @@
 """Count the samples that failed to load, over all ranks, list them in failures.jsonl, and enforce --max-failures.
 
-The life of a failed sample ("why was this sample skipped?"):
-
-1. Reading or decoding raises `SampleFailed` with a reason code (clipmill.train.data.outcomes). The loader turns the
-   exception into a `FailedSample`, returns it with the next batch, and fills this batch with later samples.
-2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends a line for each
-   failure to failures.jsonl: position in the order of samples, chunk, reason, detail.
-3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. If the failures
-   of one loader exceed the limit, the loader raises `TooManyFailures`. These failures are counted like all others.
-4. A resumed run removes the lines of samples after its checkpoint, and loads these samples again. The results page
-   lists the remaining failures.
-
-The same exchange tells every rank whether any rank must stop, so that either all ranks take a step or none does.
+clipmill.train.data.outcomes describes the life cycle of a failed sample. The exchange of the failures also tells every rank whether any rank must stop, so that either all ranks take a step or none does.
 """
 
 import sys
