@@ -7,9 +7,9 @@ The life cycle of a failed sample answers the question "Why was this sample skip
 3. The next sample in order replaces the failed sample in the batch, and `LoadedBatch.failed` contains the failure. If
    there are more than `max_failures` failures, `TooManyFailures` is raised instead. Its failures are counted like all
    others.
-4. Before each step, `clipmill.train.engine.failures.FailureLog` gathers the failures of all ranks. The first rank appends
-   a line for each failure to failures.jsonl in the run folder: position in the order of samples, chunk, reason, detail.
-   Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run.
+4. Before each step, `clipmill.train.engine.failures.FailureLog` gathers the failures of all ranks. The first rank
+   appends a line for each failure to failures.jsonl in the run folder: position in the order of samples, chunk, reason,
+   detail. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run.
 5. A resumed run removes the lines of samples after its checkpoint, and loads these samples again. The results page
    lists the remaining failures.
 

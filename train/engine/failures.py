@@ -1,6 +1,7 @@
 """Count the samples that failed to load, over all ranks, list them in failures.jsonl, and enforce --max-failures.
 
-clipmill.train.data.outcomes describes the life cycle of a failed sample. The exchange of the failures also tells every rank whether any rank must stop, so that either all ranks take a step or none does.
+clipmill.train.data.outcomes describes the life cycle of a failed sample. The exchange of the failures
+also tells every rank whether any rank must stop, so that either all ranks take a step or none does.
 """
 
 import sys
