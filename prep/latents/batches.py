@@ -26,8 +26,9 @@ from clipmill.prep.latents.frames import Square, frames_on_screen, segment_squar
 from clipmill.prep.latents.recipe import Encoding
 
 BLOCK_FRAMES = 16
-BLOCKS_AHEAD = 4  # queue length per chunk: by default, all 60 frames of a chunk; with a video VAE, four segments
-_RETRY_S = 0.2
+# Maximum number of blocks in the queue of a chunk: 64 frames, more than a chunk has by default, or four segments.
+BLOCKS_AHEAD = 4
+_RETRY_S = 0.2  # interval at which a thread with a full queue checks whether it must stop
 
 C = TypeVar("C")
 
@@ -90,7 +91,7 @@ def decode_blocks(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_t
         read: Function that reads a chunk and returns its frames and crops. It may raise SourceFailure.
 
     Raises:
-        Exception: `read` raised an exception other than SourceFailure.
+        Exception: Reading or decoding a chunk raised an exception other than SourceFailure.
     """
     queue = iter(chunks)
     decoders: deque[_ChunkDecoder[C]] = deque()
@@ -171,7 +172,8 @@ def _pictures(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
     shape, frame = None, None
     for frame in chain.from_iterable(source.pictures() for source in video.sources):
         if frame.shape != (shape := shape or frame.shape):
-            raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the next chunk has frames of {frame.shape}, not {shape}")
+            message = f"the next chunk has frames of shape {frame.shape}, but this chunk has frames of shape {shape}"
+            raise SourceFailure(FailureCode.FRAMES_DIFFER, message)
         yield frame
     if frame is not None:
         yield from repeat(frame, video.num_repeated)
@@ -181,7 +183,8 @@ def read_chunk_video(chunk: Chunk, encoding: Encoding) -> ChunkVideo:
     """Read a chunk, and determine its frames and crops for encoding.
 
     Raises:
-        SourceFailure: chunk_damaged, if the chunk or the next chunk does not match its committed checksum.
+        SourceFailure: chunk_damaged, if the chunk or the next chunk does not match its committed checksum;
+            frames_differ, if an exact crop is larger than the frames.
     """
     segments, fps = segments_of(chunk.length, encoding), encoding.settings.fps_exact
     sources = [FrameSelection(chunk.read(), segments.frames)]
@@ -213,7 +216,7 @@ def chunk_squares(chunk: Chunk, encoding: Encoding) -> list[Square]:
 
 @dataclass(frozen=True)
 class EncodedChunk(Generic[C]):
-    """Latents of one chunk, float32 [F, C, h, w] or [S, C, T', h, w], or the failure of the chunk."""
+    """Latents of N frames, float32 [N, C, h, w], or N segments, [N, C, T', h, w], of a chunk; or its failure."""
 
     chunk: C
     latents: NDArray[np.float32] | None
@@ -226,7 +229,7 @@ class _UnfinishedChunk(Generic[C]):
     latents: list[NDArray[np.float32]] = field(default_factory=list)
     num_decoded: int = 0  # number of pictures decoded so far
     num_waiting: int = 0  # number of decoded pictures that are not encoded yet
-    is_ended: bool = False
+    is_ended: bool = False  # True once the last block of the chunk has arrived
     failure: SourceFailure | None = None
 
 
@@ -236,7 +239,7 @@ class BatchPart(Generic[C]):
 
     Attributes:
         first: Index of the first picture among the pictures of the chunk.
-        pictures: Array or tensor of N pictures of the same size, or of N segments, in memory or on a device.
+        pictures: Array or tensor of N pictures of the same size, or of N segments, on the CPU or a GPU.
     """
 
     owner: _UnfinishedChunk[C]
@@ -258,7 +261,7 @@ def encode_chunks(
     encode: Encode[C],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Run the model on the blocks of many chunks, `batch` pictures at a time, and yield the chunks in order.
+    """Encode the blocks of many chunks, `batch` pictures or segments at a time, and yield the chunks in order.
 
     Args:
         blocks: Blocks of one chunk after another; the last block of each chunk has no crops.

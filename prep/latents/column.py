@@ -19,7 +19,7 @@ BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsRequest(ModelRequest):
-    """Flags of `prep latents` that do not affect the latents: the batch size of the VAE."""
+    """Flags of `prep latents` that are not part of the recipe: the batch size of the VAE."""
 
     batch: Annotated[
         int, EXECUTION, FIRST_RUN, KEPT, Range(least=1), Parameter(help="Batch size of the VAE in frames, 1 or more.")
@@ -44,9 +44,9 @@ COLUMN = ColumnSpec(
     help=f"""Encode frames of the chunks with a VAE, and write the latents to shards.
 
     The command encodes the chunks of the current variant of the column `video`. Each run encodes only chunks that are
-    new, changed, missing or damaged. You can run the command while `prep {command_for(VIDEO)}` is running; a later run
-    encodes the remaining chunks. After the chunks have been re-encoded, run the command again; until then, the existing
-    latents are kept.
+    new or changed, or whose latents are missing or damaged. You can run the command while `prep {command_for(VIDEO)}`
+    is running; a later run encodes the remaining chunks. After the chunks have been re-encoded, run the command again;
+    until then, the existing latents are kept.
 
     Example:
 

@@ -28,13 +28,13 @@ def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> 
 
 @dataclass(frozen=True)
 class SegmentFrames:
-    """The frames of the segments of a chunk, one segment after another.
+    """Frames of a chunk to encode, one segment after another.
 
     Attributes:
         frames: Index of each frame in the chunk, ascending. A frame on the boundary of two segments occurs in both.
         has_next_frame: True if the last segment ends with a frame of the next chunk.
         num_repeated: Number of copies of the last frame that complete the last segment.
-        lengths: Number of distinct frames in each segment. All other frames of a segment are copies of the last one.
+        lengths: Number of frames in each segment, without the copies of the last frame; empty for an image VAE.
     """
 
     frames: list[int]
@@ -47,9 +47,9 @@ def video_segments(sampled_frames: list[int], *, segment_frames: int, has_next: 
     """Divide frames of a chunk (the result of `frames_on_screen`) into segments for a video VAE.
 
     Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next segment.
-    At the end of a chunk, this frame comes from the next chunk. At the end of a video (`has_next` is false), an
-    incomplete segment is omitted if `tail` is `drop`, and completed if `tail` is `repeat`. At the end of any other
-    chunk, an incomplete segment is omitted.
+    If a segment ends where the chunk ends, its last frame comes from the next chunk. At the end of a video (`has_next`
+    is false), an incomplete segment is omitted if `tail` is `drop`, and completed with copies of the last frame if
+    `tail` is `repeat`. At the end of any other chunk, an incomplete segment is omitted.
     """
     step = segment_frames - 1
     count, remainder = divmod(len(sampled_frames), step)

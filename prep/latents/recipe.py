@@ -45,13 +45,13 @@ class LatentsSettings(Checked):
     """Side length of the square VAE input in pixels, 8 to 4096, a multiple of the VAE's downsampling factor."""
 
     crop: Annotated[Literal["centre", "random", "exact"], MODEL, FIRST_RUN] = "centre"
-    """Square crop of the frames. centre: the largest square; random: a random square for each segment, with 8/9 of the
-    short side; exact: a random square of --size pixels for each segment, without resizing."""
+    """Square crop of the frames. centre: the largest centred square; random: a random square for each segment, whose
+    side is 8/9 of the short side; exact: a random square of --size pixels for each segment, without resizing."""
 
     segment: Annotated[str, MODEL] = "5s"
-    """Length of a segment, whose frames share one random crop: 5s, 500ms, or 81f for frames. The length must be a whole
-    number of frames at --fps. A video VAE encodes each segment separately, including the frame at its end: 5s at 16 fps
-    is 81f."""
+    """Length of a segment: 5s, 500ms, or 81f for frames. The frames of a segment share one random crop. The length must
+    be a whole number of frames at --fps. A video VAE encodes each segment separately, including the frame at its end:
+    5s at 16 fps is 81f."""
 
     tail: Annotated[Literal["drop", "repeat"], MODEL, STORED_IF_CHANGED] = "drop"
     """Handling of an incomplete segment at the end of a video, for a video VAE. drop: omit the segment; repeat: repeat
@@ -61,14 +61,14 @@ class LatentsSettings(Checked):
     """Random seed for --crop random, --crop exact and --posterior sample, 0 or more."""
 
     posterior: Annotated[Literal["mean", "sample"], MODEL] = "mean"
-    """Latents to store: the mean of the posterior, or a sample."""
+    """Latents to store: the mean of the posterior, or a random sample from it."""
 
     dtype: Annotated[Literal["float16", "bfloat16"], MODEL] = "float16"
     """Data type of the stored latents."""
 
     compression: Annotated[Literal["none", "zstd"], MODEL, STORED_IF_CHANGED] = "none"
-    """Compression of the stored latents. zstd: about a tenth smaller, lossless; training then decompresses chunks
-    instead of mapping them."""
+    """Compression of the stored latents. zstd: about a tenth smaller, lossless; training then decompresses
+    latents instead of memory-mapping them."""
 
     precision: Annotated[Precision, MODEL] = "float32"
     """Precision of the VAE's computation."""
@@ -82,8 +82,8 @@ class LatentsSettings(Checked):
 
     where: Annotated[str | None, MODEL, NOT_STORED] = None
     """Condition on scores and videos that selects the chunks to encode, such as 'motion > 0.2 and not duplicate'. The
-    condition is not part of the recipe: a run with a different condition encodes the missing chunks, and drops the
-    chunks that are no longer selected. Default: all chunks."""
+    condition is not part of the recipe: a run with a different condition encodes newly selected chunks, and drops
+    the latents of chunks that are no longer selected. Default: all chunks."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield errors about an empty --vae, invalid lengths and rates, and an invalid condition."""
@@ -136,7 +136,7 @@ class LatentsSettings(Checked):
 
 @dataclass(frozen=True)
 class Encoding:
-    """The conversion of pictures to latents: the settings of `prep latents`, and the selected VAE."""
+    """The settings of `prep latents` and the selected VAE, and the shapes that follow from them."""
 
     settings: LatentsSettings
     vae: Vae
@@ -224,7 +224,7 @@ class Encoding:
 
 
 def resolve(settings: LatentsSettings) -> tuple[LatentsSettings, dict[str, Any]]:
-    """Find the VAE; return the settings with the VAE's source, and the values to add to the recipe.
+    """Find the VAE; return the settings with the VAE's `source`, and the values to add to the recipe.
 
     If a setting cannot affect the bytes, its value is null; for example, the seed is null if nothing is random.
 

@@ -1,4 +1,4 @@
-"""The code of `latents` that runs in the driver: worker resources, a trial for the estimate, and reports."""
+"""Driver code of the column `latents`: the resources of workers, the trial that plans use, and report lines."""
 
 import os
 import time
@@ -33,11 +33,11 @@ from clipmill.prep.latents.worker import EncoderOptions
 from clipmill.shards.columns import VIDEO, command_for
 from clipmill.shards.opening import Damaged
 
-_WORKER_GB = 3.5  # measured (benchmarks/README.md): Stable Diffusion's VAE, batch of 16 on a CPU: 3.0 GB
+_WORKER_GB = 3.5  # measured (benchmarks/README.md): 3.0 GB for a batch of 16 with Stable Diffusion's VAE on a CPU
 _MARGIN = 1.2
 _SPREAD = 1.3  # factor between estimate and limits: chunks and machines vary, and a trial measures only one chunk
 _MIN_HOURS = 1 / 3600  # one second
-_CPU_FRAMES, _GPU_FRAMES = 2, 16
+_CPU_FRAMES, _GPU_FRAMES = 2, 16  # number of frames that a trial with an image VAE encodes
 _BYTES_PER_NUMBER = 2
 
 
@@ -58,8 +58,8 @@ def choose_workers(plan: ChunksPlan, request: LatentsRequest) -> Workers:
 def worker_memory_gb(plan: ChunksPlan, request: LatentsRequest, *, on_cpu: bool) -> float:
     """Return the memory to reserve for a worker on a cluster, in GB.
 
-    For a video VAE on CPUs, a trial on this machine measures the memory of one segment. The result is this memory times
-    the number of segments in a batch, plus a margin.
+    For a video VAE on CPUs, a trial on this machine measures the memory that encoding one segment takes. The result is
+    this memory times the number of segments in a batch, plus a margin. In all other cases, the result is a constant.
     """
     encoding, has_work = Encoding.from_recipe(plan.recipe), bool(with_work(plan.shards))
     is_reserved = request.cluster is not None and request.execution.task_memory is None
@@ -147,7 +147,7 @@ def time_lines(trial: FrameCost | None, *, num_frames: int) -> list[str]:
     hardware = f"{count_noun(trial.num_workers, noun)} of this machine"
     hours = range_text(*(duration_text(3600 * hours) for hours in trial.hours(num_frames)))
     note = "" if trial.device == "cuda" else "; a GPU is many times faster"
-    lines = [f"         at most {hours} on the {hardware} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
+    lines = [f"         {hours} on the {hardware} ({1 / trial.frame_s:,.1f} frames/s per {noun}{note})"]
     if trial.segment_bytes is not None:
         memory = "GPU memory" if trial.device == "cuda" else "memory"
         lines.append(

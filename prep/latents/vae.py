@@ -23,7 +23,7 @@ _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoder of a VAE. It is not thread-safe, because some models keep state while they encode.
+    """The encoder of a VAE. It is not thread-safe, because some models cache tensors in the module while they encode.
 
     Args:
         model: diffusers model whose class is listed in `clipmill.prep.latents.weights`.
@@ -119,7 +119,7 @@ def open_encoder(encoding: Encoding, *, device: Device, num_threads: int) -> Enc
     """Load the VAE of an encoding from its folder, once per process.
 
     Raises:
-        UserError: torch or diffusers is missing, or the weights do not match the configuration.
+        UserError: torch or diffusers is missing, or the VAE cannot be loaded.
     """
     # If xformers is installed, diffusers imports it. The VAE does not use xformers, so hide the warnings of xformers.
     logging.getLogger("xformers").setLevel(logging.ERROR)

@@ -24,6 +24,7 @@ class VaeClass:
     """Properties of a VAE class in diffusers.
 
     Attributes:
+        name: Name of the class.
         channels: Name of the configuration entry with the number of latent channels, and the default number.
         spatial: Function that takes the configuration and returns the downsampling factor of width and height.
         temporal: Function that takes the configuration and returns the temporal downsampling factor, which applies to
@@ -51,9 +52,9 @@ class VaeClass:
     can_tile: bool = True
 
 
-def _block_factor(entry: str, default: int) -> Callable[[Config], int]:
+def _block_factor(entry: str, default_halvings: int) -> Callable[[Config], int]:
     """Return a function that computes 2^(blocks - 1): each block in `entry` but the last halves the resolution."""
-    return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default)
+    return lambda config: 2 ** (len(config[entry]) - 1 if entry in config else default_halvings)
 
 
 def _entry_factor(entry: str, default: int) -> Callable[[Config], int]:
@@ -61,7 +62,7 @@ def _entry_factor(entry: str, default: int) -> Callable[[Config], int]:
 
 
 def _ltx_factor(entry: str, patch: str, patch_size: int) -> Callable[[Config], int]:
-    """Return a function that computes a factor of LTX: `entry`, or the patch size times 2 for each halving block."""
+    """Return a function that computes a factor of LTX: `entry`, or the patch size, doubled by each halving block."""
 
     def factor(config: Config) -> int:
         num_halvings = sum(config.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -163,11 +164,11 @@ class Vae:
     """A VAE, as returned by `find_vae` or described by a recipe.
 
     Attributes:
-        name: Name that the user passed. For a folder, only the last component of its path, because moving a folder does
-            not change the weights.
+        name: Name of the model on the Hugging Face Hub, or `tiny`. For a folder, only the last component of its path,
+            because moving a folder does not change the weights; for PIPELINE/vae, PIPELINE-vae.
         source: Name or absolute path by which other machines find the VAE.
         directory: Folder of the files; None for `tiny`, or if only the recipe is known.
-        sha256: Hash of the configuration and the weights.
+        sha256: SHA-256 (hex) of the configuration and the weights.
         channels: Number of latent channels.
         factor: Factor by which the VAE downsamples width and height.
         scaling_factor, shift_factor: Stored latents are (latents - shift_factor) x scaling_factor.
@@ -207,8 +208,8 @@ def find_vae(name: str) -> Vae:
     A folder may contain the VAE itself, or a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: The VAE does not exist, its class is not in CLASSES, it has no safetensors weights, or it does not
-            take RGB input.
+        UserError: The VAE does not exist or is damaged, its class is not in CLASSES, it has no safetensors weights, or
+            it does not take RGB input; or safetensors is not installed.
     """
     if name == TINY:
         return _make_vae(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -223,7 +224,9 @@ def find_vae(name: str) -> Vae:
     kind = config.get("_class_name") if isinstance(config, dict) else None
     if kind not in CLASSES:
         raise UserError(
-            f"{config_path} describes {kind or 'no model'}, which is not a supported VAE",
+            f"{config_path} describes {kind}, which is not a supported VAE"
+            if kind
+            else f"{config_path} does not contain the class of a model (_class_name)",
             hint=f"{_HINT}; supported diffusers classes: {', '.join(CLASSES)}",
         )
     weights = directory / WEIGHTS_FILE
@@ -261,7 +264,7 @@ def vae_folder(name: str) -> Path | None:
     """Return the folder with the files of a VAE that `find_vae` has found; None for `tiny`.
 
     Raises:
-        UserError: The folder does not exist.
+        UserError: The folder or the model does not exist.
     """
     return None if name == TINY else _find_folders(name)[1]
 
@@ -279,15 +282,17 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
         UserError: An entry is invalid or missing.
     """
     row = CLASSES[config["_class_name"]]
-    if (channels := config.get("in_channels", 3)) != row.in_channels(config):
-        raise UserError(f"the VAE {name} expects {channels} input channels, but videos have 3", hint=_HINT)
+    if (channels := config.get("in_channels", 3)) != (num_required := row.in_channels(config)):
+        raise UserError(
+            f"the VAE {name} expects {channels} input channels, but RGB frames need {num_required}", hint=_HINT
+        )
     shift = config.get("shift_factor")
     try:
         entry, default = row.channels
         scaling_factor = float(config.get("scaling_factor", row.scaling_factor))
         shift_factor = None if shift is None else float(shift)
         if not (0 < scaling_factor < math.inf and math.isfinite(shift_factor or 0)):
-            raise ValueError(f"its scaling_factor is {scaling_factor:g} and its shift_factor is {shift_factor}")
+            raise ValueError(f"scaling_factor is {scaling_factor:g}, and shift_factor is {shift_factor}")
         num_channels = int(config.get(entry, default))
         mean, std = _statistics(row, config, directory, num_channels=num_channels)
         return Vae(
@@ -311,7 +316,11 @@ def _make_vae(name: str, source: str, directory: Path | None, sha256: str, confi
 def _statistics(
     row: VaeClass, config: dict[str, Any], directory: Path | None, *, num_channels: int
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Return the mean and standard deviation that normalise latents; ValueError if they are missing or inconsistent."""
+    """Return the mean and standard deviation that normalise the latents; (None, None) if they are not normalised.
+
+    Raises:
+        ValueError: The statistics are missing or invalid.
+    """
     if row.statistics == CONFIGURATION:
         mean, std = (config.get(name, "") for name in _STATISTICS)
         if mean is None and std is None:
@@ -326,13 +335,15 @@ def _statistics(
         return None, None
     if not mean or not std:
         statistics = " and ".join(_STATISTICS)
-        raise ValueError(f"{statistics}, which normalise latents, are missing from its {row.statistics}")
+        raise ValueError(f"{statistics}, which normalise the latents, are missing from the {row.statistics}")
     mean, std = tuple(map(float, mean)), tuple(map(float, std))
-    if len(mean) != len(std) or len(mean) % num_channels or not all(map(math.isfinite, mean)):
+    if len(mean) != len(std) or len(mean) % num_channels:
         raise ValueError(
-            f"latents_mean contains {len(mean)} values and latents_std {len(std)} values, but there are {num_channels}"
-            " channels"
+            f"latents_mean contains {len(mean)} values and latents_std contains {len(std)} values, but the VAE has"
+            f" {num_channels} channels"
         )
+    if not all(map(math.isfinite, mean)):
+        raise ValueError("latents_mean contains non-finite values")
     if not all(0 < value < math.inf for value in std):
-        raise ValueError("its latents_std is not positive")
+        raise ValueError("latents_std contains values that are not positive and finite")
     return mean, std

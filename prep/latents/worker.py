@@ -35,13 +35,13 @@ from clipmill.shards.npy import compress_frame, decompress_frame, load_npy, npy_
 from clipmill.shards.writer import Sample
 
 _BFLOAT16_EXPONENT = 0x7F80
-_ITEM_BYTES = 2  # size of a value in both data types; the npy header takes one block (clipmill.shards.npy)
+_ITEM_BYTES = 2  # size of a value in both data types
 _STORED_DTYPES = {"float16": "<f2", "bfloat16": "<u2"}
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """Options for workers that do not affect the stored values.
+    """Options of workers that are not part of the recipe.
 
     Attributes:
         device: Device of the model.
@@ -56,7 +56,11 @@ class EncoderOptions:
 
 
 def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sample | SourceFailure]:
-    """Yield the sample of each chunk, or the reason why it has no sample."""
+    """Yield the sample of each chunk, or the reason why it has no sample.
+
+    Raises:
+        UserError: The VAE cannot be loaded, or its weights differ from the weights in the plan.
+    """
     options: EncoderOptions = chunks.options
     settings, num_threads = recipe.settings, worker_threads() if options.num_threads is None else options.num_threads
     vae = find_vae(settings.vae)
@@ -89,7 +93,7 @@ def make_latents(chunks: Chunks, recipe: Recipe[LatentsSettings]) -> Iterator[Sa
         batch=encoding.units_per_batch(options.batch),
     ):
         if encoded_chunk.latents is None:
-            yield encoded_chunk.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "no frames")
+            yield encoded_chunk.failure or SourceFailure(FailureCode.FRAMES_DIFFER, "the chunk has no frames to encode")
             continue
         stored = round_to_dtype(encoded_chunk.latents, dtype=settings.dtype)
         if is_finite(stored):
@@ -141,7 +145,7 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 
 
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Load the array of a sample and compare it with its index row."""
+    """Load the array of a sample, compare it with its index row, and check that its values are finite."""
     num_frames, *picture_shape = (row[name] for name in ("num_frames", "channels", "height", "width"))
     shape = (num_frames, *picture_shape)
     if num_segments := len(row["source_frames"]):
@@ -149,6 +153,7 @@ def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     ((extension, payload),) = members.items()
     if extension == COMPRESSED:
         try:
+            # The npy header takes one block (clipmill.shards.npy).
             payload = decompress_frame(payload, size_bytes=BLOCK_BYTES + prod(shape) * _ITEM_BYTES)
         except ValueError as error:
             return CheckedSample([(DeepCode.ARRAY_DIFFERS, f"{extension} cannot be decompressed: {error}")], 0)

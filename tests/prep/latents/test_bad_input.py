@@ -68,10 +68,10 @@ def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardS
         return error(prep, shard_set, "--vae", copy)
 
     assert "describes UNet2DModel, which is not a supported VAE" in refusal_of(_class_name="UNet2DModel")
-    assert "expects 4 input channels, but videos have 3" in refusal_of(in_channels=4)
+    assert "expects 4 input channels, but RGB frames need 3" in refusal_of(in_channels=4)
     assert "is damaged" in refusal_of(scaling_factor="much")
-    assert "is damaged: its scaling_factor is 0" in refusal_of(scaling_factor=0)
-    assert "its shift_factor is nan" in refusal_of(shift_factor=math.nan)
+    assert "is damaged: scaling_factor is 0" in refusal_of(scaling_factor=0)
+    assert "shift_factor is nan" in refusal_of(shift_factor=math.nan)
     (copy / "config.json").write_text("{")
     assert "is damaged" in error(prep, shard_set, "--vae", copy)
     (copy / "config.json").write_text(json.dumps(config))
