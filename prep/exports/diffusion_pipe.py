@@ -7,11 +7,11 @@
     segments/cache/MODEL/cache_1.000xSxSxF/latents/                  items with latents
     segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5 encoder
 
-S is the side length of the frames in pixels, and F is the number of frames in a segment. The files shard_N.bin contain
-the items one after another, in the format of torch.save. The SQLite file metadata.db contains their locations: the
-table `items` contains the shard of each item and its index in the shard, and the tables `shard_N` contain offsets and
-sizes. Texts are in the order of the list of segments. Latents are in the order in which the trainer shuffles this list,
-with a hash of S and F as the seed.
+S is the side length of the frames in pixels, and F is the number of frames in a segment. An item is the dict of tensors
+that the trainer loads for a segment. The files shard_N.bin contain the items one after another, in the format of
+torch.save. The SQLite file metadata.db contains their locations: the table `items` contains the shard of each item and
+its index in the shard, and the tables `shard_N` contain offsets and sizes. Texts are in the order of the list of
+segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F as the seed.
 
 The table `fingerprint` in metadata.db is empty. When the trainer starts for the first time, it inserts the fingerprint
 that it computes from the list of segments. Later, it deletes a cache with a different fingerprint. Because the trainer
@@ -42,9 +42,9 @@ class _Model:
 
     Attributes:
         name: Name in the trainer, which is also the name of a folder in the cache; None if the user must pass it.
-        side_step: Number of pixels; the trainer rounds the side lengths of frames to multiples of this number.
-        entries: Names of two entries in a text item: the vectors, and their number or mask; None if the model does not
-            use T5.
+        side_step: Step of the side lengths in pixels. The trainer rounds side lengths to multiples of this step.
+        entries: Names of the two entries of a text item: the vectors, and their number or mask; None if the model does
+            not use T5.
         num_tokens: Number of vectors in a text item, including padding.
     """
 
@@ -66,7 +66,7 @@ _MODELS = {  # (VAE class, spatial downsampling factor) -> model
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a cache.
+    """An item of a cache: the latents or the text of a segment.
 
     Attributes:
         mark: String that changes with the content of the item.
@@ -85,7 +85,8 @@ def write_diffusion_pipe_cache(
     """Write a cache for diffusion-pipe.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no model for the VAE, size or texts.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model for the VAE, the size or the length of
+            the texts; or the name of the model is unknown.
     """
     t5_classes = [vae_class for (vae_class, _), model in _MODELS.items() if model.entries]
     segments = Segments(data_dir, split=flags.split, t5_classes=t5_classes)
@@ -184,7 +185,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
 
     Args:
         folder: Folder of the files in the cache.
-        order: Index in `items` of the item at each position of the cache.
+        order: Indices in `items`, in the order of the cache.
     """
     locations: dict[str, tuple[int, int]] = {}  # mark of an item -> (shard, index in the shard)
     shards: dict[int, list[_Item]] = {}
@@ -192,7 +193,7 @@ def _items(folder: str, items: Sequence[_Item], order: Sequence[int]) -> Iterato
     for index, item in enumerate(items):
         shard_items = shards.setdefault(item.shard, [])
         segments.setdefault(item.shard, []).append(index)
-        # Segments with the same caption share a text item.
+        # Segments of a video with the same caption share a text item.
         if item.mark not in locations:
             locations[item.mark] = item.shard, len(shard_items)
             shard_items.append(item)

@@ -23,10 +23,10 @@ Progress = Callable[[int, int | None], None]  # function that is called with (sa
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Content of an export after a run.
+    """Numbers of samples in an export after a run.
 
     Attributes:
-        noun: Singular noun for a sample.
+        noun: Singular noun for a sample of the export, such as "segment".
         num_samples: Number of samples in the export.
         num_written: Number of samples that this run wrote. All other samples were already up to date.
         left_out: Reason -> number of samples that were omitted for this reason.
@@ -47,8 +47,8 @@ class ExportKind:
         flags: Frozen dataclass whose fields are the flags. All fields have defaults.
         writer: Import path `package.module:function` of the function that writes the export. The function takes the
             data folder, the destination, an instance of `flags` and a `Progress`, and returns an `ExportResult`. A
-            rerun must write only changed files, and a killed run must not leave anything that looks like a complete
-            export.
+            rerun without changes must write nothing, and a killed run must not leave anything that looks like a
+            complete export.
         help_text: Help text of the command.
     """
 
@@ -127,7 +127,8 @@ KINDS = (
         "clipmill.prep.exports.trainers:write_musubi_cache",
         """Write a cache for musubi-tuner: latents and texts for Wan, or latents for HunyuanVideo and HunyuanVideo-1.5.
 
-        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged segments.
+        Each segment has the overlapping caption with the lowest ID. If texts are exported, captions without a text
+        sequence are ignored. A rerun links the files of unchanged segments.
 
         Example: prep export musubi cache
 
@@ -144,7 +145,8 @@ KINDS = (
         "clipmill.prep.exports.trainers:write_finetrainers_data",
         """Write precomputed data for finetrainers: latents and texts for Wan, LTX-Video and CogVideoX.
 
-        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged segments.
+        Each segment has the overlapping caption with the lowest ID. If texts are exported, captions without a text
+        sequence are ignored. A rerun links the files of unchanged segments.
 
         Example: prep export finetrainers precomputed
 
@@ -162,7 +164,8 @@ KINDS = (
         """Write a cache for diffusion-pipe: latents and texts for Wan and LTX-Video, or latents for HunyuanVideo and
         HunyuanVideo-1.5.
 
-        The caption of a segment is the first caption that overlaps it. A rerun links the files of unchanged shards.
+        Each segment has the overlapping caption with the lowest ID. If texts are exported, captions without a text
+        sequence are ignored. A rerun links the files of unchanged shards.
 
         Example: prep export diffusion-pipe dataset
 

@@ -1,6 +1,6 @@
-"""Exports for video model trainers that read latents and text sequences from a cache.
+"""Exports for trainers of video models, which read latents and text sequences from a cache.
 
-A segment of latents has one caption. The files of a cache are written into a new folder, which then replaces the old
+Each segment of latents has one caption. The files of a cache are written into a new folder, which then replaces the old
 folder; unchanged files are linked from the old folder. This module also contains the exports for two trainers with
 simple file formats:
 
@@ -9,8 +9,8 @@ finetrainers (huggingface/finetrainers) reads precomputed data with --precomputa
     finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption, and its mask
     finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
 
-The trainer samples the posterior of each segment, and normalises the sample. The exported mean is the output of the
-VAE. The exported standard deviation is almost zero, because the column does not contain the standard deviation.
+The trainer samples the posterior of each segment, and normalises the sample. The mean is exported as the stored latents
+with scaling and normalisation undone. The exported variance is almost zero, because the column does not contain it.
 
 musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. Each segment
 has two safetensors files, whose names start with the same prefix:
@@ -58,12 +58,13 @@ _MAKE_TEXTS = f"run `prep {command_for(TEXT)} --encoder t5:NAME` to make sequenc
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of latents, and the first caption that overlaps it.
+    """A segment of latents, and its caption: of the captions that overlap the segment, the one with the lowest ID.
 
     Attributes:
         name: Key of the chunk, and index of the segment in the chunk.
         sample, index: Row of the chunk in the table of latents, and index of the segment in the array of the chunk.
-        text_sample, text_index: Row of the video in the table of texts, and index of the text in the video's array.
+        text_sample, text_index: Row of the video in the table of texts, and index of the caption's text among the texts
+            of the video; 0 if texts are not exported.
         caption: Text of the caption.
     """
 
@@ -76,7 +77,7 @@ class Segment:
 
 
 class Segments:
-    """The segments of a split with their captions. If texts are exported, a caption must have a stored sequence.
+    """The segments of a split with their captions. If texts are exported, captions without a sequence are ignored.
 
     Args:
         t5_classes: VAE classes whose models use sequences from a T5 encoder. For these classes, texts are exported.
@@ -135,7 +136,7 @@ class Segments:
                     if not divided_videos.is_entirely_in(self._split, video=video_row[[sample]], **times)[0]:
                         self.num_other_split += 1
                         continue
-                # Find the first caption that overlaps the segment and, if texts are exported, has a sequence.
+                # Captions are in the order of their IDs. Without exported texts, a caption needs no sequence.
                 text_sample, text_rows = self._texts.get(video_id, (0, {})) if self.has_texts else (0, None)
                 for caption_id, caption_begin_s, caption_end_s, caption in self._captions.get(video_id, ()):
                     overlaps = caption_begin_s < begin_s + seconds and caption_end_s > begin_s
@@ -218,6 +219,7 @@ class Segments:
 
     @cached_property
     def _texts(self) -> dict[str, tuple[int, dict[int, int]]]:
+        """Row in the table of texts, keyed by video ID, and the index of each text, keyed by caption ID."""
         entries, codes = self.text.rows.dictionary_codes("video_id")
         ids: pa.Array = pc.take(entries, pa.array(codes))
         table = self.text.rows.table
@@ -261,7 +263,7 @@ def write_cache(
 
     Args:
         make_files: Function that takes the segments, and returns the files of the cache.
-        form: Name and version of the format.
+        form: Name of the format, with its version or the name of the model, such as "musubi 1.0.1".
         show: Function that is called with (number of segments done, total number of segments).
         derived_folder: Subfolder with files that the trainer derives from the cache. These files are not kept.
 
@@ -352,8 +354,7 @@ def write_finetrainers_data(data_dir: Path, destination: Path, flags: TrainerFla
     """Write precomputed data for finetrainers.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no model with this VAE and a T5
-            encoder.
+        UserError: See `Segments` and `write_cache`; or the trainer has no model with this VAE and a T5 encoder.
     """
     segments = Segments(data_dir, split=flags.split, t5_classes=_MODELS)
     if segments.vae_class not in _MODELS:
@@ -419,7 +420,7 @@ def write_musubi_cache(data_dir: Path, destination: Path, flags: TrainerFlags, s
     """Write a cache for musubi-tuner.
 
     Raises:
-        UserError: See `Segments` and `write_cache`. Also raised if the trainer has no architecture with this VAE.
+        UserError: See `Segments` and `write_cache`; or the trainer has no architecture with this VAE.
     """
     segments = Segments(data_dir, split=flags.split, t5_classes=_T5_CLASSES)
     vae_class, recipe = segments.vae_class, segments.recipe

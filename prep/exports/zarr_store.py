@@ -1,4 +1,4 @@
-"""Export latents and text embeddings as a Zarr store of segments (section 2 of the VideoDataLoader document).
+"""Export latents and text embeddings as a Zarr store of segments (section 2 of VideoDataLoader, see docs/seeds.md).
 
     base_frames [S, F, C, h, w]  float16, latents of S segments with F frames each
     clip_emb [V, D]              float16, one text embedding per video
@@ -33,7 +33,7 @@ _MARK = "clipmill"  # name of the store attribute with the inputs from which the
 _SCHEMA = 1
 # Number of segments per write, rounded up to complete chunks. zarr compresses the chunks of a write in parallel.
 _SEGMENTS_AT_ONCE = 64
-_ROWS_AT_ONCE = 1 << 14  # number of rows per chunk in the small arrays
+_ROWS_AT_ONCE = 1 << 14  # maximum number of rows per Zarr chunk in the two small arrays
 _ALL_CHUNKS: Any = {"write_empty_chunks": True}  # so that a missing file always indicates lost data
 
 
@@ -41,8 +41,8 @@ def write_zarr_store(data_dir: Path, destination: Path, flags: ZarrFlags, show: 
     """Write the store, unless the store at `destination` is up to date and complete.
 
     Raises:
-        UserError: zarr is not installed; a column is missing or damaged; the latents are not float16, or differ in
-            shape; or `destination` exists, but was not written by `prep export zarr`.
+        UserError: zarr is not installed; a column is missing, damaged or unsuitable; no segment can be exported with
+            these flags; or `destination` exists, but was not written by `prep export zarr`.
     """
     try:
         import zarr
@@ -89,7 +89,7 @@ class _Segments:
         frame: First latent frame of each segment in its chunk, int64 [S].
         video: Row of each segment's video in `embeddings`, int64 [S].
         embeddings: Text embedding of each video, float16 [V, D].
-        left_out: Reason -> number of segments, or of chunk ends, that were omitted for this reason.
+        left_out: Reason -> number of segments, or of incomplete segments at the ends of chunks, that were omitted.
     """
 
     shape: tuple[int, ...]
@@ -142,7 +142,8 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
     """Return the number of latent frames in a segment, and the shape (C, h, w) of a latent frame.
 
     Raises:
-        UserError: Latents are not float16 or differ in shape, or the segment is not a whole number of frames.
+        UserError: Latents are not float16 or differ in shape, the segment is not a whole number of frames, or the crop
+            may change within a segment.
     """
     names = ["fps_num", "fps_den", "channels", "height", "width", "dtype"]
     layouts = latents.rows.table.take(pa.array(samples)).select(names).group_by(names).aggregate([]).to_pylist()
@@ -172,7 +173,7 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
 
 
 def _embeddings(data_dir: Path, text: ColumnArrays, videos: pa.Table, *, split: str) -> dict[int, NDArray[np.float16]]:
-    """Return the embedding of each video's first caption in a split, by row of the video.
+    """Return the embedding of the first embedded caption of each video in a split, keyed by the row of the video.
 
     Captions are ordered by time, source and row.
     """

@@ -33,8 +33,8 @@ COLUMN = ColumnSpec(
     Score the chunks: motion, sharpness, brightness, black and frozen frames, bars, cuts, speech, perceptual hash.
 
     The command scores the chunks of the current variant of the column `video`. Each run scores only chunks that are
-    new, changed, missing or damaged. After the chunks have been re-encoded, run the command again; until then, the
-    existing scores are kept.
+    new or changed, or whose scores are missing or damaged. After the chunks have been re-encoded, run the command
+    again; until then, the existing scores are kept.
 
     Example:
 

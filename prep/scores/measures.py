@@ -2,7 +2,8 @@
 
 These frames of a chunk are analysed:
 
-    samples      reference frames about half a second apart, which the decoder needs anyway, and the last frame
+    samples      frames about half a second apart, including the first and the last frame; if possible, reference
+                 frames, which the decoder needs anyway
     neighbours   the frame a tenth of a second after each sample, for motion
     middle       the middle frame, for the perceptual hash
     refined      all frames between two samples whose difference may be due to a cut
@@ -19,8 +20,8 @@ object, the camera is assumed to be still.
 Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. The detector
 receives all samples. If two samples differ by less than `REFINE_FRACTION` of the threshold, it receives no frames
 between them. Otherwise, it receives every frame between them, so that a cut is found at its exact frame. The method
-misses a short shot between two samples that look alike, and a cut between two samples that differ too little, although
-consecutive frames differ enough.
+misses a short shot between two similar samples. It also misses a cut between two samples that differ too little, even
+if the consecutive frames at the cut differ enough.
 
 Speech: WebRTC's voice activity detector decides for each window of 30 ms whether it is loud in the frequency bands of
 speech. Tones and noise may be loud in these bands too, but the loudness of speech changes with every syllable, about
@@ -52,11 +53,13 @@ from scenedetect.scene_manager import compute_downscale_factor
 from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.shards.format import PACKET_REFERENCE
 
-SAMPLE_STEP_S = Fraction(8, 15)  # 16 frames at 30 frames per second, the distance of P frames in the GOP layout `comb`
+# 16 frames at 30 frames per second: the distance of P frames in chunks with the default `--gop comb`
+SAMPLE_STEP_S = Fraction(8, 15)
 NEIGHBOUR_STEP_S = Fraction(1, 10)  # long enough for a new frame, even in a source with 10 frames per second
 SMALL_SIDE_PX = 128  # longer side of small luma
 Luma = NDArray[np.uint8]  # [H, W]
 
+# Lookup table from luma in limited range (16 to 235) to luma in full range.
 _FULL_RANGE = np.clip(np.round((np.arange(256) - 16) * (255 / 219)), 0, 255).astype(np.uint8)
 
 
@@ -65,7 +68,7 @@ class FrameChoice:
     """Indices of the frames to decode in the first pass, in ascending order.
 
     Attributes:
-        samples: Samples, from the first to the last frame of the chunk.
+        samples: Samples, including the first and the last frame of the chunk.
         pairs: Pairs (sample, neighbour); empty if the chunk has a single frame.
         middle: Middle frame.
     """
@@ -138,13 +141,13 @@ _TEXTURE_WINDOW_PX = 9
 _CELLS = 3  # the picture is divided into 3 x 3 cells
 _MIN_CELLS = 6  # minimum number of cells with texture for estimating the camera motion
 _MIN_CELL_POINTS = 2  # minimum number of textured points in a cell with texture
-_MIN_GAIN_PX = 0.03  # minimum reduction of the median error by a moving camera
+_MIN_GAIN_PX = 0.03  # minimum decrease of the median error that counts as evidence of a moving camera
 _MIN_SIDE_PX = 16  # minimum side length of a picture; DIS needs a few patches of 8 pixels
 
 
 @dataclass(frozen=True)
 class Motion:
-    """Mean displacements over the picture, in the unit of the flow.
+    """Mean displacements over the picture, in pixels or in frame heights per second.
 
     Attributes:
         all: Displacement by the camera and by objects.
@@ -158,7 +161,7 @@ class Motion:
 
 
 def optical_flow(first: Luma, second: Luma) -> Flow | None:
-    """Return the optical flow between two small lumas, float32 [H, W, 2]; None if they are too small."""
+    """Return the optical flow from `first` to `second` (small luma), float32 [H, W, 2]; None if they are too small."""
     if min(first.shape) < _MIN_SIDE_PX:
         return None
     dis: Any = cv2.DISOpticalFlow  # the type stub lacks the optional initial flow
@@ -174,14 +177,14 @@ def texture_mask(luma: Luma) -> Mask:
 
 
 def split_motion(flow: Flow, texture: Mask) -> Motion:
-    """Split a flow into camera motion and object motion."""
+    """Split a flow into camera motion and object motion, in pixels."""
     camera = camera_flow(flow, texture)
     object_flow = (flow - camera) * texture[..., None]
     return Motion(_mean_length(camera + object_flow), _mean_length(camera), _mean_length(object_flow))
 
 
 def camera_flow(flow: Flow, texture: Mask) -> Flow:
-    """Estimate the flow that a moving camera causes, [H, W, 2]; zero if it cannot be estimated."""
+    """Estimate the flow that a moving camera causes, [H, W, 2]; zero if the camera is assumed to be still."""
     grid = np.zeros_like(texture)
     grid[_GRID_PX // 2 :: _GRID_PX, _GRID_PX // 2 :: _GRID_PX] = True
     rows, columns = np.nonzero(grid & texture)
@@ -196,7 +199,7 @@ def camera_flow(flow: Flow, texture: Mask) -> Flow:
     a, b, c, d, e, f = np.asarray(transform, np.float32).ravel()
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
     camera = np.stack([(a - 1) * x + (b * y + c), d * x + ((e - 1) * y + f)], axis=2)
-    # Assume a still camera unless a moving camera explains the flow at the median point clearly better.
+    # Assume a still camera unless a moving camera clearly reduces the median error over the points.
     moving_error, still_error = (
         _lengths((flow - estimate)[rows, columns]) for estimate in (camera, np.zeros_like(flow))
     )
@@ -252,7 +255,7 @@ def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> lis
     detector = ContentDetector(threshold=threshold, min_scene_len=MIN_SHOT_FRAMES)
     cuts: list[int] = []
     for frame, picture in frames:
-        # The chunk may begin in the middle of a shot, so a cut in its first frames must not count as a short shot.
+        # The chunk may begin in the middle of a shot, so the detector must not treat its first frames as a short shot.
         time = FrameTimecode(frame + MIN_SHOT_FRAMES if frame else 0, _DETECTOR_FPS)
         cuts += [cut.frame_num - MIN_SHOT_FRAMES for cut in detector.process_frame(time, picture)]
     return cuts
@@ -261,13 +264,13 @@ def find_cuts(frames: Iterable[tuple[int, Picture]], *, threshold: float) -> lis
 BLACK_LEVEL = 25  # maximum luma of a black pixel: 0.10 of the range, as in ffmpeg's blackdetect
 BLACK_PIXELS = 0.98  # minimum fraction of black pixels in a black frame, as in blackdetect
 BAR_LEVEL = 9.3  # maximum mean luma of a line in a bar: 24 in limited range, as in ffmpeg's cropdetect
-# Maximum mean absolute difference between the blocks of frozen pictures, in levels. Compression causes about 0.9.
+# Maximum mean absolute difference between two blocks of frozen pictures, in levels. Compression causes about 0.9.
 STILL_DIFFERENCE = 3.0
 MAX_KEY_FRAME_DIFFERENCE = 2.0  # maximum median difference of the blocks that is attributed to a key frame, in levels
 _BLOCK_PX = 8  # side length of a block; the longer side of small luma has 16 blocks
 MIN_FROZEN_S = 1.0  # minimum duration of a freeze
 _HASH_SIDE, _PICTURE_SIDE = 8, 32
-# The lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
+# Basis vectors of the 8 lowest frequencies of the DCT-II, [8, 32], scaled as in scipy.fftpack.
 _COSINES = 2 * np.cos(
     np.arange(_HASH_SIDE)[:, None] * ((2 * np.arange(_PICTURE_SIDE) + 1) * np.pi / (2 * _PICTURE_SIDE))
 )
@@ -283,7 +286,7 @@ class FrameSummary:
 
     @classmethod
     def from_luma(cls, frame: int, luma: Luma) -> "FrameSummary":
-        """Summarize the frame with index `frame` and full-resolution luma `luma`."""
+        """Return the summary of the frame with index `frame` and full-resolution luma `luma`."""
         num_black = np.count_nonzero(luma <= BLACK_LEVEL)
         return cls(frame, small_luma(luma), bool(num_black >= BLACK_PIXELS * luma.size))
 
@@ -291,7 +294,7 @@ class FrameSummary:
 def frames_per_summary(summaries: Sequence[FrameSummary], *, num_frames: int) -> NDArray[np.float64]:
     """Return the number of frames that each summary represents, float64 [summaries]; the sum is `num_frames`.
 
-    A summary represents the frames up to halfway to the next and the previous summary.
+    A summary represents the frames up to halfway to the previous and the next summary.
     """
     frames = np.array([summary.frame for summary in summaries], np.float64)
     boundaries = np.concatenate([[0.0], (frames[:-1] + frames[1:] + 1) / 2, [float(num_frames)]])
@@ -301,8 +304,9 @@ def frames_per_summary(summaries: Sequence[FrameSummary], *, num_frames: int) ->
 def frozen_frames(
     summaries: Sequence[FrameSummary], *, num_frames: int, min_frames: float, key_frames: Sequence[int]
 ) -> float:
-    """Return the total number of frames in freezes of at least `min_frames` frames.
+    """Return the total number of frames in freezes.
 
+    A freeze has at least `min_frames` frames, or covers the complete chunk.
     As in ffmpeg's freezedetect, a freeze lasts as long as frames look like its first frame, so a slow change ends the
     freeze. Unlike in freezedetect, a change in a single block also ends a freeze, because a small object may move.
     Compression changes all blocks after a key frame, so frames are also compared with the first frame after the last
@@ -316,7 +320,8 @@ def frozen_frames(
     boundaries = np.concatenate([[0.0], np.cumsum(frames_per_summary(summaries, num_frames=num_frames))])
     groups = [bisect_right(key_frames, summary.frame) for summary in summaries]
     lumas = [summary.luma for summary in summaries]
-    # `begin` is the first summary of the freeze; `first` is the first summary of its last group between key frames.
+    # `begin` is the index of the first summary of the freeze; `first` is the index of its first summary after the last
+    # key frame. Frames between two key frames have the same number in `groups`.
     num_frozen, begin, first = 0.0, 0, 0
     for index in range(1, len(summaries) + 1):
         if index < len(summaries):
@@ -337,8 +342,8 @@ def _is_still(first: Luma, second: Luma, *, has_key_frame: bool = False) -> bool
     """Return True if nothing moves between two frames.
 
     Args:
-        has_key_frame: True if there is a key frame between the frames. The median difference is then attributed to
-            compression.
+        has_key_frame: True if there is a key frame between the frames. Then, up to MAX_KEY_FRAME_DIFFERENCE of the
+            median difference is attributed to compression.
     """
     difference = cv2.absdiff(first, second).astype(np.float32)
     size = (max(1, first.shape[1] // _BLOCK_PX), max(1, first.shape[0] // _BLOCK_PX))
@@ -403,8 +408,9 @@ def find_active_area(lines: Sequence[LineMeans]) -> ActiveArea | None:
 def phash(rgb: NDArray[np.uint8]) -> int:
     """Return the 64-bit perceptual hash of a picture, equal to ImageHash's `phash`, most significant bit first.
 
-    Each bit is set if one of the lowest 8 x 8 frequencies of the cosine transform of the 32 x 32 luma exceeds their
-    median. Grey conversion and the Lanczos filter use the integer arithmetic of Pillow, so hashes are bit-identical.
+    Each bit represents one of the lowest 8 x 8 frequencies in the cosine transform of the 32 x 32 luma. It is set if
+    the frequency exceeds the median of these frequencies. Grey conversion and the Lanczos filter use the integer
+    arithmetic of Pillow, so hashes are bit-identical.
 
     Args:
         rgb: Picture, uint8 [H, W, 3].

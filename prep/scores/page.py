@@ -134,6 +134,7 @@ class Selection:
     """The chunks that an expression keeps.
 
     Attributes:
+        expression: Text of the expression.
         is_kept: True for each row of the table that is kept, bool [chunks].
     """
 
@@ -152,11 +153,11 @@ class Selection:
 
 
 def write_scores_page(variant: Variant, request: PageRequest) -> Report:
-    """Publish the page of the current variant. With an expression, the page also shows the kept and dropped chunks.
+    """Publish the page of the current variant. With `request.where`, the page also shows kept and dropped chunks.
 
     Raises:
-        UserError: The page cannot be written; `variant` is not the current variant; its merged table is missing or
-            stale; or the page does not support the request.
+        UserError: The page cannot be written; `variant` is not the current variant; the merged table is missing, stale
+            or damaged; `request.num_samples` is set; or `request.where` cannot be applied to chunks.
     """
     require_page_path(request.path, flag="--html")
     if request.num_samples is not None:
@@ -272,9 +273,9 @@ def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
 
 
 def landmarks(values: NDArray[np.float64]) -> list[tuple[str, int]]:
-    """Return (name, row) of the chunks with the lowest and highest values, and with the quartiles.
+    """Return (name, row) of the chunks with the lowest value, the quartiles and the highest value.
 
-    Each chunk is returned only once, so there may be fewer landmarks if there are few chunks.
+    Each chunk is returned only once, so there are fewer than five landmarks if there are few chunks.
 
     Args:
         values: Value of each chunk, float64 [chunks]; NaN if unknown.

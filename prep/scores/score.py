@@ -47,7 +47,7 @@ from clipmill.shards.format import PACKET_KEY
 from clipmill.shards.score_fields import SCORES, SCORES_FIELDS
 from clipmill.shards.writer import Sample
 
-NUM_SHARP = 12  # number of evenly spaced samples for the sharpness
+NUM_SHARP = 12  # maximum number of evenly spaced sampled frames from which the sharpness is computed
 _DECIMALS = 6
 EXTENSION = "scores.json"
 _HASH_DIGITS = 16
@@ -59,9 +59,9 @@ class _FirstPass:
 
     Attributes:
         summaries: Summaries of all decoded frames, keyed by frame index.
-        pictures: Pictures of the samples, keyed by frame index.
-        sharp_lumas: Full-resolution luma of the samples from which the sharpness is computed.
-        lines: Line means of all samples that are not black.
+        pictures: Pictures of the sampled frames (`FrameChoice.samples`), keyed by frame index.
+        sharp_lumas: Full-resolution luma of the sampled frames from which the sharpness is computed.
+        lines: Mean luma of the rows and columns of each sampled frame that is not black.
         phash: Perceptual hash of the middle frame.
         size: Height and width of the frames.
     """
@@ -170,7 +170,10 @@ def _picture(frame: VideoFrame, colours: VideoReformatter) -> Picture:
 def _mean_motion(
     first_pass: _FirstPass, choice: FrameChoice, *, cuts: list[int], area: ActiveArea | None, fps: Fraction
 ) -> Motion | None:
-    """Return the mean motion of the pairs without a cut, in frame heights per second; None if there are no pairs."""
+    """Return the mean motion of the pairs without a cut, in frame heights per second; None if it is unknown.
+
+    The motion is unknown if there are no such pairs, or if the frames between the bars are too small.
+    """
     motions = []
     for first, second in choice.pairs:
         if any(first < cut <= second for cut in cuts):

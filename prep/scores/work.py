@@ -73,14 +73,14 @@ def version_mismatch(required_libraries: str) -> str | None:
 
 
 def _table_problem(variant: Variant) -> str | None:
-    """Return the reason why the merged table is unusable; None if it is usable, or if all chunks failed."""
+    """Return the reason why the merged table is unusable; None if it is usable, or not needed (all chunks failed)."""
     from clipmill.shards.scores import score_table_problem
 
     return score_table_problem(variant) if any(commit.files for commit in variant.commits.values()) else None
 
 
 def _sample_facts(data_dir: Path, key: str) -> dict[str, Any]:
-    """Return the fact `duplicate_of`: the key of the near-duplicate chunk, or None; {} if it is unknown."""
+    """Return `duplicate_of`: the key of the earlier chunk that the chunk duplicates, or None; {} if unknown."""
     from clipmill.shards.scores import open_scores
 
     video_id, start_ms = split_key(key)
