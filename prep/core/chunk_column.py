@@ -180,7 +180,7 @@ def _plan_report(column: ColumnSpec, work: ChunkWork, plan: ChunksPlan) -> Repor
         estimate = work.estimate(plan)
     else:
         seconds = sum(plan.chunk_shards[shard.shard_id].seconds for shard in plan.shards if shard.has_work)
-        # "At most": samples of unchanged chunks in a changed shard are copied, but their number is not known yet.
+        # The estimate is an upper bound: samples of unchanged chunks are copied, but their number is not known yet.
         about = (
             f"estimate at most {duration_text(seconds)} of video to {column.verb}",
             "         the duration of the run is unknown; each chunk is read once",

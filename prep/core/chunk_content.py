@@ -1,4 +1,7 @@
-"""Read a chunk from its MP4 file or, for `prep index`, from packets in its source file, and decode selected frames."""
+"""Read a chunk, and decode selected frames.
+
+A chunk is an MP4 file in a tar or, if `prep index` made it, a range of packets in the source file of the video.
+"""
 
 import os
 import zlib
@@ -63,7 +66,8 @@ class ChunkContent:
             indices: Indices of the frames, in ascending order.
 
         Raises:
-            SourceFailure: decode_errors, or frames_differ if the decoder does not return a selected frame.
+            SourceFailure: decode_errors if the chunk cannot be decoded or a selected frame is damaged; frames_differ
+                if the decoder does not return a selected frame.
         """
         import av
         import av.error
@@ -103,7 +107,7 @@ def read_chunk(video: CommittedShard, row: int) -> ChunkContent:
     """Read the content of a chunk.
 
     Raises:
-        SourceFailure: chunk_damaged, if the chunk does not match its committed checksum.
+        SourceFailure: chunk_damaged if the chunk cannot be read, or does not match its committed checksum.
     """
     if SOURCE_MEMBER in video.extensions:  # packets are read from the source file when frames are decoded
         source = video.packet_tables.source(row)
@@ -158,8 +162,8 @@ class SourceContent(ChunkContent):
             indices: Indices of the frames, in ascending order.
 
         Raises:
-            SourceFailure: chunk_damaged if the source file has changed or cannot be read, decode_errors, or
-                frames_differ if the decoder does not return a selected frame.
+            SourceFailure: chunk_damaged if the source file has changed or cannot be read; decode_errors if its packets
+                cannot be decoded; frames_differ if the decoder does not return a selected frame.
         """
         import av.error
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 
-# Columns of a `video` index that identify the content of a chunk. An index has these columns for only one member.
+# Columns of a `video` index that identify the content of a chunk. An index has the size and CRC-32 of only one member.
 FINGERPRINT_COLUMNS = [
     "span_fingerprint",
     *(f"{member}_{name}" for member in ("mp4", SOURCE_MEMBER) for name in ("size", "crc32")),
@@ -48,7 +48,7 @@ SHARD_ERRORS = (UserError, Inaccessible, OSError, MemoryError)
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """Return the content hash (hex) of each chunk in a `video` index. It covers bytes and source span, but not keys."""
+    """Return the content hash (hex) of each chunk in a `video` index: a hash of bytes and source span, not of keys."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS if name in index.column_names]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
@@ -97,7 +97,7 @@ def chunks_of_shard(
     next_chunks: NextChunks,
     names: tuple[str, ...] = (),
 ) -> "list[Chunk]":
-    """Open a shard of `video`, and return its chunks by row.
+    """Open a shard of `video`, and return its chunks in row order.
 
     Args:
         commits: Commits of the shard and of the shards in `next_chunks`, keyed by shard ID.
@@ -201,7 +201,7 @@ class Chunk:
         fingerprint: Hash (hex) of everything that the sample depends on: the content of the chunk and, if the column
             reads the next chunk, the content of the next chunk.
         names: Names of the index fields of the column to make.
-        next: Next chunk of the video if the column reads it (`ChunkWork.reads_next`); None at the end of a video.
+        next: Next chunk of the video; None if there is none, or if `ChunkWork.reads_next` is False.
     """
 
     video: CommittedShard
@@ -234,7 +234,7 @@ class Chunk:
         """Read the content of the chunk.
 
         Raises:
-            SourceFailure: chunk_damaged, if the chunk does not match its committed checksum.
+            SourceFailure: chunk_damaged if the chunk cannot be read, or does not match its committed checksum.
         """
         return read_chunk(self.video, self.row)
 
@@ -259,7 +259,7 @@ class Chunk:
                 context = f" after {previous_index}" if previous_index >= 0 else ""
                 raise ValueError(
                     f"{self.key}: frames() got index {index}{context}; "
-                    f"indices must be in ascending order, from 0 to at most {num_frames - 1}"
+                    f"indices must be in strictly ascending order, from 0 to {num_frames - 1}"
                 )
         return self.read().frames(frame_indices)
 
@@ -267,8 +267,8 @@ class Chunk:
         """Return all index fields of the sample, in the order that the column declares.
 
         Args:
-            values: Values by field name. Missing fields, such as `video_id` and `num_frames`, are copied from the
-                chunk.
+            values: Values by field name. If `video_id`, `start_ms`, `num_frames`, `fps_num` or `fps_den` is missing, it
+                is copied from the chunk.
         """
         copied_fields = {name: self[name] for name in _FIELDS if name in self.names and name not in values}
         all_fields = {**copied_fields, **values, FINGERPRINT_FIELD: self.fingerprint}
@@ -282,7 +282,7 @@ class Chunk:
             values: Values by field name (see `fields`).
 
         Raises:
-            SourceFailure: not_finite, if a value is not a finite number.
+            SourceFailure: not_finite if a value is not a finite number.
         """
         fields = self.fields(values)
         if names := [name for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)]:
@@ -299,11 +299,12 @@ class Chunks:
         shard_id: ID of the shard.
         planned_rows: Rows of the shard that get a sample, including copied samples.
         rows: Rows of the chunks without a stored sample.
-        shard_chunks: All chunks of the shard, by row.
+        shard_chunks: All chunks of the shard, in row order.
         fingerprints: Fingerprints of `shard_chunks`.
         options: Options from `ChunkWork.workers`, equal for all workers; None by default.
         extra_input: Further input from `ChunkWork.extra_input` for this shard; None by default.
-        known_rows: Rows whose result `make` already has, such as a stored answer. These rows do not count as work.
+        known_rows: Rows for which `make` already has a result, such as a stored answer of a language model. `make` adds
+            these rows, and their duration does not count as work of the run.
         show: Function that reports the number of finished chunks, for columns whose chunks do not finish in order.
     """
 
@@ -332,7 +333,8 @@ class Chunks:
     def each(self, make: Callable[[Chunk], Sample]) -> Iterator[Sample | SourceFailure]:
         """Call `make` for each chunk, and yield the sample that it returns or the failure that it raises.
 
-        An unexpected exception becomes a failure of the chunk with the code column_error and the line of the exception.
+        An unexpected exception becomes a failure of the chunk (column_error), with the line that raised the exception.
+        An exception in `SHARD_ERRORS` is raised again.
         """
         for chunk in self:
             try:

@@ -45,7 +45,7 @@ from clipmill.shards.opening import Damaged, DamagedIndex
 from clipmill.shards.selection import empty_selection_error, selected_chunks
 from clipmill.shards.where import Where, parse_where
 
-# Reason why a column of chunks has nothing to do.
+# Reason why there is nothing to do for a column with one sample per chunk.
 NO_CHUNKS = "there are no committed chunks yet; `prep status` shows the command that makes them"
 _COLUMNS = [*FINGERPRINT_COLUMNS, "key", "video_id", "num_frames", "fps_num", "fps_den"]
 
@@ -55,14 +55,14 @@ HasSample = Callable[[ChunkLength], bool]
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """Facts about the chunks of one shard of `video` that a plan needs.
+    """Facts that a plan needs about the chunks in one shard of `video`.
 
     Attributes:
         shard_id: ID of the shard.
         split: Split of the shard.
-        fingerprint: Hash of the keys and contents of the chunks. Captions do not affect it.
+        fingerprint: Hash of the keys and contents of the chunks. Captions do not affect the hash.
         num_chunks: Number of chunks that get a sample.
-        lengths: Number of chunks of each length.
+        lengths: Number of chunks of each length, including selected chunks that get no sample.
         video_ids: Unique IDs of the videos. A long video spans several shards.
         rows: Rows of the chunks that get a sample; None for all rows.
         next_chunks: Next chunks, if samples also depend on them; otherwise empty.
@@ -94,7 +94,7 @@ class ChunkShard:
 
 
 def current_chunks(data_dir: Path) -> str:
-    """Return the current variant of `video`.
+    """Return the name of the current variant of `video`.
 
     Raises:
         UserError: The data folder has no chunks.
@@ -124,7 +124,7 @@ def read_chunk_shards(
             chunks get one.
 
     Returns:
-        Shards, and the failures of shards whose index is unreadable, keyed by shard ID.
+        List of shards, and the failure of each shard with an unreadable index, keyed by shard ID.
     """
     shards, unreadable = [], {}
     with ThreadPoolExecutor(NUM_CHECK_THREADS) as pool:
@@ -236,7 +236,7 @@ class ChunksPlan:
         commits: Commits of the variant, keyed by shard ID.
         shards: Planned shards, in the order of their IDs.
         chunk_shards: Shards of `video` whose chunks get samples, keyed by shard ID.
-        num_videos: Number of videos with committed chunks.
+        num_videos: Number of videos with at least one selected chunk.
         unreadable: Failures of shards of `video` that cannot be planned because their index is unreadable.
     """
 
@@ -262,7 +262,7 @@ class ChunksPlan:
         return ids
 
     def chunks(self, shard_id: int) -> list[Chunk]:
-        """Return the chunks of a shard of `video`, by row.
+        """Return the chunks of a shard of `video`, in row order.
 
         Raises:
             Damaged: An index cannot be read.
@@ -272,7 +272,7 @@ class ChunksPlan:
         return chunks_of_shard(self.video_dir, shard_id, commits=self.video_commits, next_chunks=next_chunks)
 
     def old_commits(self, shard_id: int) -> tuple[Commit, ...]:
-        """Return the commits that may contain samples for a shard: its own commit, and commits that lost chunks."""
+        """Return the commits that may contain samples for a shard: its own, and commits of shards that lost chunks."""
         committed_ids = [shard_id] if shard_id in self.commits else []
         source_ids = self.find_shards(shard_id, self._lost_samples_lookup)
         return tuple(self.commits[other] for other in dict.fromkeys([*committed_ids, *source_ids]))
@@ -306,7 +306,7 @@ def plan_chunks(
     reads_next: bool = False,
     has_sample: HasSample | None = None,
 ) -> ChunksPlan:
-    """Plan a recipe for the committed shards of its `video` variant.
+    """Plan the shards of a column from the committed shards of the recipe's `video` variant.
 
     Args:
         retry_codes: Codes of failures to retry even if nothing has changed.
@@ -315,7 +315,7 @@ def plan_chunks(
             chunks get one.
 
     Raises:
-        UserError: `where` in the settings selects no chunk, or uses scores that the chunks lack.
+        UserError: `where` in the settings is invalid, selects no chunk, or uses values that some chunks lack.
     """
     column, where = recipe.values["column"], getattr(recipe.settings, WHERE, None)
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
@@ -398,8 +398,8 @@ def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int
     """Find the next chunk of each chunk: the chunk that follows without a gap, with the same resolution.
 
     The next chunk may be in a different shard. It may also be missing, because encoding failed or `prep chunk` is still
-    running. The sample of the preceding chunk is then made as if the video ended there, and made again once the next
-    chunk exists.
+    running. The sample of the preceding chunk is then made as if the video ended there, and is made again once the
+    next chunk exists.
 
     Returns:
         Next chunks, keyed by the shard ID and then by the row of the preceding chunk.
@@ -423,7 +423,7 @@ def find_next_chunks(video_dir: Path, commits: Mapping[int, Commit]) -> dict[int
     # If the chunks are sorted by video and time, only the following chunk can be the next chunk.
     order = np.lexsort((columns["start_ms"], video_row))
     chunks, successors = order[:-1], order[1:]
-    # Allow a gap of less than a frame, plus a millisecond because both times are rounded.
+    # Allow a gap of up to one frame, plus a millisecond because both times are rounded.
     max_step_ms = (columns["num_frames"] + 1) * 1000 * columns["fps_den"] // columns["fps_num"] + 1
     is_next = (video_row[chunks] == video_row[successors]) & (
         columns["start_ms"][successors] - columns["start_ms"][chunks] <= max_step_ms[chunks]

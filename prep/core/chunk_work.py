@@ -94,15 +94,16 @@ class ChunkWork:
         reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Such
             a sample is made again if the next chunk is added, changed or removed. Default: False.
         has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None for all chunks.
-        on_plan: Function (plan, request) that is called with each complete plan. It raises UserError if the plan is
-            invalid, or makes a few samples for the estimate (`PlanRequest.trial`).
+        on_plan: Function (plan, request) that is called with each complete plan. It may raise UserError if the plan is
+            invalid, and may make a few samples for the estimate (`PlanRequest.trial`).
         memory_gb: Memory to reserve for each worker on a cluster, in GB.
         is_function_of_plan: True if the same plan always produces the same bytes.
-        estimate: Function plan -> lines and JSON values about the cost of the plan. None to report the chunk duration.
+        estimate: Function plan -> lines and JSON values about the cost of the plan. None to report the total duration
+            of the chunks.
         summary: Function (plan, result of the run, names of the extra files that the run wrote) -> lines and JSON
             values for the report. None to report these files.
-        left_out: Function plan -> lines about what the plan omits, for `prep status`. The estimate and the summary
-            also include these lines.
+        left_out: Function plan -> lines about what the plan omits, for `prep status`. `estimate` and `summary` should
+            also return these lines.
         has_cpu_speed: True if the report of a run includes the speed per CPU core.
         extra_folders: See `ColumnWork`, which also describes the attributes below.
     """
@@ -279,11 +280,11 @@ def _outcomes(
         for num_outcomes, chunk in enumerate(chunks):
             outcome = next(outcomes, _END)
             if outcome is _END:
-                yield Stop(code, f"{task.work} has yielded {num_outcomes} outcomes for {len(chunks)} chunks")
+                yield Stop(code, f"{task.work} yielded outcomes for only {num_outcomes} of {len(chunks)} chunks")
                 return
             if isinstance(outcome, Sample):
                 if outcome.key != chunk.key:
-                    yield Stop(code, f"{task.work} has made {outcome.key} instead of {chunk.key}")
+                    yield Stop(code, f"{task.work} yielded the sample {outcome.key} instead of {chunk.key}")
                     return
                 try:
                     _check_sample(chunk, outcome, work)
@@ -294,11 +295,11 @@ def _outcomes(
                     outcome = failure
             elif not isinstance(outcome, SourceFailure | Stop):
                 kind = type(outcome).__name__
-                message = f"{task.work} has yielded an object of type {kind}, which is not a Sample"
+                message = f"{task.work} yielded an object of type {kind}, which is neither a Sample nor a SourceFailure"
                 outcome = SourceFailure(code, message)
             yield outcome
         if next(outcomes, _END) is not _END:
-            yield Stop(code, f"{task.work} has yielded more outcomes than the {len(chunks)} chunks")
+            yield Stop(code, f"{task.work} yielded more outcomes than there are chunks ({len(chunks)})")
     except SHARD_ERRORS:
         raise
     except Exception as error:  # noqa: BLE001 - the code of a column may raise anything

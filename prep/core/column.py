@@ -32,7 +32,7 @@ from clipmill.prep.core.recipe import (
 from clipmill.shards.columns import VIDEO, command_for
 
 DATA_VARIABLE = "CLIPMILL_DATA"
-ENGINE_FLAGS = ("engine", "address")  # flags that are recorded with a run if the user passed them
+ENGINE_FLAGS = ("engine", "address")  # flags that a run records unless it uses the default engine
 # Names that a setting must not have, because all recipes or the flags of all columns use them (`prep/core/request.py`).
 RESERVED_NAMES = frozenset(
     {*("column", "schema", VIDEO, "weights"), *("data", "json", "engine", "address", "execution", "workers", "part")}
@@ -51,7 +51,7 @@ class PendingWork:
         wanted_shards: IDs of the shards that the variant should have; None if unknown.
         to_make: Number of shards that need work, keyed by state.
         num_orphaned: Number of shards to remove because they are no longer in the plan.
-        stale_because: Reason why a new run would make a different variant; None if it would not.
+        stale_because: Reason why a new run would not continue this variant; None if it would.
         left_out: Lines about what the settings omit, such as the tails of videos.
     """
 
@@ -70,7 +70,7 @@ class Addition:
     Attributes:
         lines: Lines of text.
         values: JSON values.
-        about: Lines that the report of a plan prints before settings and work.
+        about: Lines that the report of a plan prints before the lines about settings and work.
     """
 
     lines: Sequence[str] = ()
@@ -134,12 +134,12 @@ class ColumnSpec:
         verb: Regular verb for making a sample, such as "encode".
         checked_noun: Noun for the items that `verify --deep` counts, singular, such as "decoded frame".
         has_hours: True if `status` reports hours of video, computed from num_frames and the frame rate in the index.
-        page: Description of the page that `prep inspect --html` writes, as a clause; empty if there is no page.
+        page: Content of the page that `prep inspect --html` writes, as a phrase without a period; empty for no page.
         read_settings: Function (stored recipe of this schema, path of local weights or None) -> settings that
             reproduce the variant. None if stored values and settings have the same names.
         write_flags: Function settings -> flags of `prep NAME` that reproduce them. None if each setting has a flag of
             the same name.
-        settings_line: Function stored recipe -> line of text with its settings.
+        settings_line: Function stored recipe -> line of text with the settings in the recipe.
     """
 
     name: str
@@ -165,7 +165,7 @@ class ColumnSpec:
         if not isinstance(self.settings, type) or not is_dataclass(self.settings):
             raise TypeError(f"settings of column {self.name!r} are not a dataclass")
         if names := sorted({field.name for field in fields(self.settings)} & RESERVED_NAMES):
-            raise ValueError(f"column {self.name!r} has a setting {names[0]!r}, a name that all columns use already")
+            raise ValueError(f"column {self.name!r} has a setting {names[0]!r}, which is a reserved name")
         if type(self.schema) is not int:
             raise TypeError(f"schema of column {self.name!r} is {self.schema!r}, which is not an integer")
 

@@ -1,6 +1,7 @@
 """Read and verify single arrays of the columns `latents` and `text`.
 
-Commands that read a few chunks of many shards use this module. In a bucket, it fetches only the requested byte ranges.
+Commands that read a few chunks of many shards use this module. If the data folder is in a bucket, only the requested
+byte ranges are fetched.
 """
 
 import zlib

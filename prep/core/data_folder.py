@@ -1,4 +1,4 @@
-"""The data folder: its files, the locks that allow one writer per column, and the removal of leftovers."""
+"""Data folder: the lock of each column, the removal of files that killed writers left behind, and waiting for files."""
 
 import os
 import re
@@ -66,10 +66,11 @@ def lock_for_writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 @contextmanager
 def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Hold the lock of a column. The kernel releases the lock when the process ends, even if the process is killed.
+    """Hold the lock of a column.
 
-    Other commands can write other columns at the same time. The lock of a column also covers its layouts; the lock of
-    `video` also covers the manifest.
+    If the process is killed, the kernel releases the lock. In a bucket, the lock is a lease, which expires. Other
+    commands can write other columns at the same time. The lock of a column also covers its layouts; the lock of `video`
+    also covers the manifest.
 
     Raises:
         UserError: Another command holds the lock, or the data folder is not writable.
@@ -85,7 +86,7 @@ def column_lock(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
         holder = holder_of(path) or next((f"--part, {part}" for part in parts if part), "unknown process")
         raise UserError(
             f"another command is writing to {data_dir} ({holder})",
-            hint=f"wait until the command, which holds the lock of column {column}, has finished, or stop it",
+            hint=f"the command holds the lock of column {column}; wait until it has finished, or stop it",
         )
     try:
         file_lock.note(f"{process_label()}\n")
@@ -171,7 +172,7 @@ def wait_until_seen(what: str, is_seen: Callable[[], bool], *, limit_s: float = 
     """
     if is_seen():
         return True
-    sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, which workers have written, to become visible\n")
+    sys.stderr.write(f"waiting up to {limit_s:g} s for {what}, made on other nodes, to become visible on this node\n")
     sys.stderr.flush()
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
@@ -208,9 +209,9 @@ _STALE_S = 5.0  # age at which the lock file of a part is stale; a running part 
 def has_stopped(data_dir: Path, *, column: str) -> bool:
     """Return True if no process is writing a column of a local data folder, even if there are recent heartbeats.
 
-    The note in a lock file contains the process ID and the node of its holder. If the holder is on this machine, check
-    whether the process exists. A part on a different node has stopped if its file is stale and its lock is free. A
-    command without `--part` on a different node is assumed to be running.
+    The note in a lock file contains the process ID and the node of the holder. If the holder is on this machine, the
+    function checks whether the process exists. A part (`--part K/N`) on a different node has stopped if its file is
+    stale and its lock is free. A command without `--part` on a different node is assumed to be running.
     """
     if mirror_of(data_dir) is not None:
         return False

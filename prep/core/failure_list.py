@@ -28,10 +28,10 @@ _MAX_REREAD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class FailureEntry:
-    """Failure in a report.
+    """Failure, or rejected row or file, in a report.
 
     Attributes:
-        name: Key, ID, path or location of what failed.
+        name: Key, ID, path or location of the failed or rejected item.
         code: Failure code, or reason why a row was rejected.
         message: Message for the user.
     """
@@ -68,7 +68,7 @@ def codes_line(failures: Iterable[Failure]) -> str:
 
 
 def first_failures(failures: Iterable[Failure]) -> list[FailureEntry]:
-    """Return the first few failures, each with the key of the sample, or with the video ID for a complete video."""
+    """Return the first few failures, each named by the key of the sample or, if there is none, by the video ID."""
     return first_few(
         FailureEntry(failure.key or failure.video_id, failure.code, failure.message) for failure in failures
     )
@@ -92,7 +92,7 @@ def failure_lines(
 
 
 def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str]:
-    """Return a line for each failure code of the sources that were readable in an earlier run but failed in this one.
+    """Return a line for each failure code of sources that were readable in an earlier run but can no longer be used.
 
     Args:
         codes: Number of sources, keyed by failure code.
@@ -101,9 +101,9 @@ def lost_source_lines(codes: Mapping[str, int], *, is_indexed: bool) -> list[str
     effect = "their chunks cannot be read" if is_indexed else "existing chunks are kept"
     lines = []
     for code, count in codes.items():
-        state = "have changed" if code == FailureCode.SOURCE_CHANGED else "can no longer be read"
+        problem = "changed" if code == FailureCode.SOURCE_CHANGED else "can no longer be read"
         advice = f"; {EXPLANATIONS[code][1]}" if is_indexed and code in SOURCE_AWAY else ""
-        lines.append(f"{count_noun(count, 'source')} that {state} ({code}); {effect}{advice}")
+        lines.append(f"{count_noun(count, 'source')} that {problem} ({code}); {effect}{advice}")
     return lines
 
 
@@ -182,7 +182,7 @@ def entry_lines(entries: Sequence[FailureEntry], *, num_all: int, list_path: Pat
         yield f"{indent}{on_one_line(f'{entry.name}: {entry.code}: {entry.message}')}"
     parts = [f"and {num_all - len(entries):,} more"] if num_all > len(entries) else []
     if num_all and list_path is not None:
-        parts.append(f"full list: {list_path}")
+        parts.append(f"complete list: {list_path}")
     if parts:
         yield f"{indent}{'; '.join(parts)}"
 

@@ -17,9 +17,9 @@ class FailureCode(StrEnum):
     SOURCE_TOO_LARGE = "source_too_large"  # a remote source does not fit in the scratch space for copies
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
-    BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or timestamps that are impossible
+    BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
     NOT_INDEXABLE = "not_indexable"  # packets cannot be read from the source in place
-    PROBE_FAILED = "probe_failed"  # the process that read the source crashed, even while no other process was running
+    PROBE_FAILED = "probe_failed"  # the process that read the source crashed, even when no other process was running
     DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
     FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
@@ -131,8 +131,8 @@ EXPLANATIONS: dict[str, tuple[str, str]] = {
     ),
     FailureCode.WORKER_CRASHED: (
         "a worker process crashed",
-        "run the same command again; if it crashes again, use a different build of ffmpeg (CLIPMILL_FFMPEG is its "
-        "path), or omit the source",
+        "run the same command again; if it crashes again, use a different build of ffmpeg (set CLIPMILL_FFMPEG to "
+        "its path), or omit the source",
     ),
     FailureCode.COLUMN_ERROR: (
         "the code of the column made no valid sample",
@@ -166,7 +166,7 @@ TRANSIENT = frozenset(
     }
 )
 
-# Failures that are retried once the source is readable again. The file was missing, or the disk was not mounted.
+# Failures of sources that were missing, or whose disk was not mounted. They are retried once the source is readable.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
 
 # Failures caused by a worker's machine. Other machines may have disk space, memory, the weights, or valid credentials.

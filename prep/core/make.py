@@ -22,7 +22,7 @@ def parse_budget(text: str) -> Callable[[int], float]:
         Function that takes the total number of videos and returns the maximum number of videos that may fail.
 
     Raises:
-        UserError: `text` is neither a number nor a percentage.
+        UserError: `text` is neither a number of videos (0 or more) nor a percentage from 0% to 100%.
     """
     number = text.removesuffix("%")
     try:
@@ -31,7 +31,7 @@ def parse_budget(text: str) -> Callable[[int], float]:
         value = -1
     if not 0 <= value <= (100 if number != text else float("inf")):
         raise UserError(
-            f'--max-failures "{text}" is neither a number nor a percentage',
+            f'--max-failures "{text}" is neither a number of videos nor a percentage from 0% to 100%',
             hint="use a number of videos such as 10, or a percentage such as 1%",
         )
     return (lambda num_videos: int(num_videos * value / 100)) if number != text else (lambda num_videos: value)
@@ -56,7 +56,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # Workers must not write without a lock, and a dry run holds no lock, so this process probes the sources.
+            # Probe sources on this machine: workers of a cluster must not write without a lock, and a dry run has none.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:

@@ -19,13 +19,13 @@ class Meters:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"clipmill_prep_{name}", text, ("column",), registry=registry)
 
-        self._made = counter("samples_made", "Samples that were made and committed; in the column video, chunks.")
+        self._made = counter("samples_made", "Samples (chunks in the column video) that were made and committed.")
         self._copied = counter("samples_copied", "Samples that were copied from an earlier shard and committed.")
         self._shards = counter("shards", "Shards that were committed.")
         self._failures = counter("failures", "Failures of samples, shards and sources.", "reason")
         self._bytes = counter("written_bytes", "Size of the tars of committed shards.")
-        self._encoded_s = counter("encoded_video_seconds", "Length of the video that was encoded.")
-        self._cpu_s = counter("cpu_seconds", "CPU time of the workers, including child processes.")
+        self._encoded_s = counter("encoded_video_seconds", "Seconds of video that were encoded or read for samples.")
+        self._cpu_s = counter("cpu_seconds", "CPU time of the workers in seconds, including child processes.")
         self._excluded = counter("excluded_nodes", "Nodes that were excluded from the run.")
         self._planned = gauge("planned_samples", "Samples that the run makes or copies.")
         self._done = gauge("done_samples", "Finished samples, including samples in shards that are not committed yet.")

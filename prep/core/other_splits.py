@@ -65,7 +65,7 @@ def lost_times(
 
 
 def stored_lost_times(data_dir: Path) -> dict[str, LostTime]:
-    """Return `lost_times` of the current variant of `video`; {} if there are no chunks or no divided videos.
+    """Return `lost_times` of the current variant of `video`; {} without divided videos or readable chunks.
 
     Raises:
         UserError: The manifest is damaged.

@@ -1,4 +1,4 @@
-"""Locks of a part for a data folder in a bucket: leases, which expire and are visible on all machines.
+"""Locks of a part (`--part K/N`) for a data folder in a bucket: leases, which expire and are visible on all machines.
 
 A part and a command without `--part` exclude each other without a common lock: each first takes its own lease and then
 reads the other leases. At least one of the two sees the other, and is refused. Reading an expired lease releases it, so
@@ -38,7 +38,7 @@ class PartLeases:
             raise column_locked_error(self._copy.folder, self._column, holder=holder)
 
     def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return "". Parts report no shards here, because objects are visible immediately."""
+        """Wait for the turn, and return "": parts leave no text, because new objects are visible immediately."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=activity
         )
@@ -87,7 +87,7 @@ class PartLeases:
         if self._is_held and self._turn is not None:
             with suppress(OSError):  # a lease was taken over, or the bucket cannot be reached
                 self._part_lock.require()
-                self._turn.require()  # the lease of a part is only taken during the turn
+                self._turn.require()  # the lease of a part is taken only during the turn
                 is_removable = True
         self._part_lock_held.close()
         self._is_held = False

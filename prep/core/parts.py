@@ -14,8 +14,8 @@ part; and the turn, which one part at a time holds for a short time. A part
    and it probes this share without the turn (`claim_share`). The first part that finds no unfinished share keeps the
    turn, and publishes the results.
 3. makes its shards.
-4. waits for the turn again. If no other part is running, it finishes the run for all parts: lists, contents.json,
-   failures and current variant. Otherwise it ends, and the last part finishes the run.
+4. waits for the turn again. If no other part is running, it finishes the run for all parts: it writes the lists,
+   contents.json and the failures, and sets the current variant. Otherwise it ends, and the last part finishes the run.
 
 The kernel releases the locks of a killed part. Parts register and end only during a turn, so exactly one of several
 parts that end at the same time is the last. If the last part is killed, running this part again or running the
@@ -23,9 +23,9 @@ command without `--part` finishes the run.
 
 Where locks do not reach other nodes (NFS mounted with `nolock`, Lustre with `localflock`), a part would not see the
 other parts. A running part therefore touches its lock file. If another part can lock this file although it keeps
-changing, that part is refused. Network file systems may show a new commit late. A part that ends therefore writes its
-number of shards to the lock file of the turn, which locking keeps up to date. The last part waits until it sees all
-shards.
+changing, that part is refused. Network file systems may show a new commit late. A part that ends therefore writes the
+number of its committed shards to the lock file of the turn, which locking keeps up to date. The last part waits until
+it sees all these shards.
 
 A running part is registered by a file in the data folder (`PartFiles`). In a bucket, locks are leases, which expire
 after a part is killed (`clipmill.prep.core.part_leases`). New objects are visible immediately, and are fetched during
@@ -56,7 +56,7 @@ _PART = re.compile(r"(-?\d{1,6})/(-?\d{1,6})", re.ASCII)
 TOUCH_INTERVAL_S = 1.0  # interval at which a running part touches its file
 _NUM_MISSED_TOUCHES = 5  # number of intervals without a touch after which a part is assumed to be dead
 _MAX_POLL_S = 15.0  # maximum interval between two checks whether other parts have finished their shares
-_STATUS_LOCK_S = 0.005  # maximum time that `prep status` holds the lock of a silent part
+_STATUS_LOCK_S = 0.005  # maximum time that `prep status` holds the lock of a part whose lock file is stale
 
 
 @dataclass(frozen=True, order=True)
@@ -102,8 +102,8 @@ class RunningPart:
         holder: Process and node that run the part.
         variant: Variant that the part makes; empty during planning.
         source: Hash of the source code that the part runs; empty during planning.
-        stage: Share of the sources that the part has claimed, or `_PLANS` if the part plans with the files that a
-            different part has published.
+        stage: "share N" if the part has claimed share N of the sources; `_PLANS` if the part plans with the files that
+            a different part has published; otherwise empty.
     """
 
     part: Part
@@ -294,8 +294,8 @@ class PartRun:
         data_dir: Data folder.
         column: Name of the column.
         part: Number and count of the part.
-        is_first: True if this part publishes the files that all parts share, because no other part was running when
-            this part started or, after `claim_share`, because no other part has published the files.
+        is_first: True if this part publishes the files that all parts share: before `claim_share`, if no other part was
+            running at the start; after `claim_share`, if no other part has published the files.
         is_last: True if this part finishes the run; None until it has ended.
         num_running: Number of other parts that were running when this part ended.
         not_made: Number of units that were not made when the last part ended, keyed by part.

@@ -36,7 +36,7 @@ class ShardState(StrEnum):
     CHANGED = "changed"  # committed with different inputs
     MISSING = "missing"  # committed, but a file is missing
     CORRUPT = "corrupt"  # committed, but a file is damaged
-    RETRY = "retry"  # committed with failures that may not occur in a new attempt
+    RETRY = "retry"  # committed with failures that are retried
     ORPHANED = "orphaned"  # committed, but no longer in the plan
 
 
@@ -323,9 +323,9 @@ class DiskUse:
         """Return the disk use as lines of text."""
         variants = f" in {count_noun(len(self.variant_bytes), 'variant')}" if self.variant_bytes else ""
         column_bytes = sum(self.variant_bytes.values())
-        parts = [f"{size_text(column_bytes)}{variants} now" if variants else "nothing of this column yet"]
+        parts = [f"{size_text(column_bytes)}{variants} now" if variants else "no variant of this column yet"]
         if self.added_bytes is None:
-            parts.append("an unknown size to be added")
+            parts.append("added size unknown")
         elif self.added_bytes[1]:
             low, high = (size_text(round(size)) for size in self.added_bytes)
             parts.append(f"{range_text(low, high) if self.added_bytes[0] else f'at most {high}'} to be added")
@@ -338,7 +338,7 @@ class DiskUse:
             kept_text = f"{what} {'is' if num_others == 1 else 'are'} kept until this variant is complete"
             lines.append(f"         {kept_text}; then `prep gc` frees up to {size_text(self.freed_bytes)}")
         if not self.fits:
-            lines.append("warning  this may not fit on the disk: free some space, or use a folder on a different disk")
+            lines.append("warning  the run may fill the disk: free some space, or use a folder on a different disk")
         return lines
 
 
@@ -350,7 +350,7 @@ def disk_use(
     added_bytes: tuple[float, float] | None,
     replaced_bytes: int = 0,
 ) -> DiskUse:
-    """Measure the disk use of a data folder, before and after the plan of a column runs.
+    """Measure the disk use of a data folder, and compute how the plan of a column changes it.
 
     Args:
         column: Name of the planned column.

@@ -20,7 +20,8 @@ class RunProgress:
         activity: Present participle for the work, such as "encoding".
         noun: Noun for a sample of the column, singular.
         num_samples: Number of samples that the run will make.
-        work: Total work in samples, where a copied sample counts almost nothing. It determines the time left.
+        work: Total work, from which the time left is computed. A sample that is made counts as 1, and a copied sample
+            as much less.
         sample_s: Seconds of video in a sample; None to omit the speed.
         num_shards: Number of shards that the run will make.
     """

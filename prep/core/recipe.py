@@ -1,4 +1,4 @@
-"""Recipe of a column: everything that determines the stored bytes, except the input; mainly the settings.
+"""Recipe of a column: the settings and all other values that determine the stored bytes, except the input data.
 
 The settings are a frozen dataclass whose fields are flags of the command. A recipe is stored as `recipe.json`. Its
 fingerprint is part of the variant's name, so different settings create a different variant.
@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class Recipe(Generic[Settings]):
-    """Everything that determines the stored bytes of a column, except the input.
+    """Everything that determines the stored bytes of a column, except the input data.
 
     Attributes:
         settings: Settings of the command; for `video`, with all defaults resolved.

@@ -1,4 +1,4 @@
-"""Reports of plans and runs as text and JSON, the last lines of a run's report, and HTML pages; for all columns."""
+"""Reports of plans and runs as text and JSON, and HTML pages. All columns use this module."""
 
 import json as json_module
 import os
@@ -148,7 +148,7 @@ def summary_report(
     Args:
         list_path: Path of the list of failures.
         speed: Speed of the work as text; None to omit it.
-        no_work_reason: Reason why there was no work; None for the usual reason.
+        no_work_reason: Reason why there was no work; None to derive the reason from the summary.
         verb: Regular verb for making a sample, such as "encode".
         retry_command: Command that retries the failures of the column, as a list of arguments.
         extra_values: Further JSON values, placed before the common values.
@@ -171,7 +171,7 @@ def summary_report(
     else:
         reason = "all shards are up to date" if summary.num_shards else "no shard belongs to this command"
         lines.append(f"nothing to {verb}: {no_work_reason or reason}")
-    lines += [f"left out {refused.node}: {refused.reason}" for refused in summary.refused_workers]
+    lines += [f"excluded {refused.node}: {refused.reason}" for refused in summary.refused_workers]
     lines += [*failure_lines(summary.failures, list_path=list_path, retry_command=retry_command), *summary.added.lines]
     values = {
         **extra_values,
@@ -274,7 +274,7 @@ def with_ending(
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
         gc = shlex.join(["prep", "gc", *data_flags(data)])
-        lines.append(f"unused   {size_text(unused_bytes)} of earlier shards and variants; `{gc}` frees them")
+        lines.append(f"unused   {size_text(unused_bytes)} of earlier shards and variants; `{gc}` removes them")
     lines += [] if command is None else [next_line(command)]
     values = {
         "variant_dir": os.fspath(variant_dir),
@@ -299,7 +299,7 @@ def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> st
     with suppress(UserError):  # the recipe was written by a different version of clipmill
         command = command if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
     reason = _why_not_current(variant_dir.name, lost)
-    return f"{current} stays the current variant: {reason}; to complete it, run: {command}"
+    return f"{current} stays the current variant: {reason}; to complete {variant_dir.name}, run: {command}"
 
 
 def retry_arguments(column: ColumnSpec, *, data: Path) -> list[str]:
@@ -384,7 +384,7 @@ def _read_seconds(shard: CommittedShard) -> float | None:
 
 
 def with_file_problems(report: Report, column: ColumnSpec, variant_dir: Path, *, data_dir: Path) -> Report:
-    """Append the unusable files that a run would rebuild from the shards, if the plan has no other work.
+    """Append lines about unusable files that a run would rebuild from the shards, if the plan has no other work.
 
     Raises:
         UserError: The records of the variant are damaged.

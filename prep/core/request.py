@@ -264,7 +264,7 @@ class Request(Checked):
             gpus_per_worker: Number of GPUs per worker.
 
         Raises:
-            UserError: There are fewer GPUs than one worker needs.
+            UserError: This machine has fewer GPUs than a worker needs.
         """
         from clipmill.prep.engines.choice import open_engine
 
@@ -337,7 +337,8 @@ def model_folder(name: str, *, files: Sequence[str], what: str, flag: str, hint:
         hint: Hint for the errors.
 
     Raises:
-        UserError: The folder does not exist, or the model is not in the cache and cannot be downloaded.
+        UserError: The folder does not exist, the model is not in the cache and cannot be downloaded, or huggingface_hub
+            is not installed.
     """
     from clipmill.manifests.hub import hub_if_reachable
 

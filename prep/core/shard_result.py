@@ -115,7 +115,7 @@ class ShardResult:
 
     @property
     def common_cause(self) -> Stop | None:
-        """Reason why no commit or no sample was made, if it may affect other shards too; otherwise None."""
+        """Reason for the missing commit or missing samples, if it may affect other shards too; otherwise None."""
         if self.stopped_by is not None:
             return self.stopped_by
         codes = {FailureCode.STORAGE_REFUSED}  # affects other shards even if this shard has new samples

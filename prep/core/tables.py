@@ -1,14 +1,14 @@
-"""Parquet tables with checksums, and layouts, which are tables that assign spans of videos to shards.
+"""Parquet tables with checksums, and layouts, which are tables that assign spans (sections) of videos to shards.
 
 Parquet readers do not verify data: a flipped bit often reads as a different value. Layouts and probes therefore store
 the SHA-256 of the values of each column in the schema metadata. (The checksums of the manifest's files are in
 manifest.json.) With a checksum per column, a reader can verify a few columns without reading the others.
 
 Assignments in a layout never change: adding videos does not move existing spans. Layouts are stored in
-`<data>/layout/`. A layout of `video` is named after the chunk length, and all recipes with this length share it, so
-their variants have the same shards. The layout of another column is `<column>.parquet`. If a layout file is damaged or
-missing, the layout is rebuilt from the commits, which record the content of each shard. Spans of shards that were never
-committed are assigned again when the layout is next extended.
+`<data>/layout/`. A layout of `video` is named after the chunk length and the other settings that cut videos. All
+recipes with these settings share it, so their variants have the same shards. The layout of another column is
+`<column>.parquet`. If a layout file is damaged or missing, the layout is rebuilt from the commits, which record the
+content of each shard. Spans of shards that were never committed are assigned again when the layout is next extended.
 """
 
 import hashlib
@@ -219,7 +219,7 @@ def write_layout(path: Path, layout: pa.Table) -> None:
 
 
 def video_rows_of(layout: pa.Table, video_ids: pa.Array) -> np.ndarray:
-    """Return the row in `video_ids` of the video in each row of a layout, int64; -1 for an unknown video."""
+    """Return, for each row of a layout, the row of its video in `video_ids` (int64); -1 if the video is unknown."""
     if not len(layout):
         return np.zeros(0, np.int64)
     ids = layout["video_id"]

@@ -134,12 +134,12 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         publish_json(folder / RECIPE_FILE, recipe)
 
 
-# Codes of failures that may not occur again in a new attempt. A failure of the encoder may be due to the settings.
+# Codes of failures that may not occur again. ENCODE_FAILED is included, because the new settings may be the cause.
 _RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
-    """Return the failures that made a variant lack samples of a former variant, if a retry may repair the failures.
+    """Return the failures that made a variant lack samples of a former variant and that a retry may repair.
 
     Args:
         variant: Name of the new variant.
@@ -168,7 +168,7 @@ def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: s
     return [
         failure
         for failure in failures
-        # The key of a failure belongs to the first sample that failed.
+        # If a failure has a key, it is the key of the first sample that failed; later samples may have failed too.
         if failure.video_id in shard_names
         or latest_ms.get(failure.video_id, -1) >= (0 if failure.key is None else _video_and_start(failure.key)[1])
     ]

@@ -111,8 +111,8 @@ class ColumnWork:
             command has no `--explain`.
         summary_report: Function (summary, settings, path of the list of failures) -> report.
         pending: Function (data folder, variant) -> remaining work of the variant.
-        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name begins
-            with the name of the column.
+        layout_file: Function stored recipe -> name of the layout file that the variant uses, or None. The name is the
+            name of the column with the suffix `.parquet`, except for `video`.
         extra_folders: Folders for intermediate results in each variant.
         extra_files: Files that are derived from the shards, in each variant.
         sample_report: Function (shard, row, data folder) -> report that `prep inspect KEY` prints. None to print the

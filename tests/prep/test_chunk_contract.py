@@ -151,7 +151,7 @@ def array_sample(chunk: Chunk, **values: Any) -> Sample:
 
 WRONG: dict[str, tuple[Callable[[Chunk], Any], str]] = {
     "raises": (lambda chunk: 1 / 0, "ZeroDivisionError: division by zero (test_chunk_contract.py, line"),
-    "none": (lambda chunk: None, "an object of type NoneType, which is not a Sample"),
+    "none": (lambda chunk: None, "an object of type NoneType, which is neither a Sample nor a SourceFailure"),
     "field": (lambda chunk: chunk.sample({"npy": ARRAY}, {"lengths_other": 1.0}), "lengths_other"),
     "member": (lambda chunk: chunk.sample({"txt": b""}, {"lengths_value": 1.0}), "members ['txt'], expected ['npy']"),
     "type": (lambda chunk: array_sample(chunk, lengths_value="red"), "Could not convert 'red'"),
@@ -200,8 +200,8 @@ def test_an_outcome_that_is_no_sample_of_its_chunk_is_a_failure_of_this_chunk(sh
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("fewer", "has yielded 1 outcomes for"),
-        ("more", "has yielded more outcomes than the"),
+        ("fewer", "yielded outcomes for only 1 of"),
+        ("more", "yielded more outcomes than there are chunks"),
         ("no generator", "TypeError: 'NoneType' object is not iterable"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_shard_with_another_number_of_outcomes_is_not_committed(shard_set: Sha
 
 @pytest.mark.parametrize("name", ["video", "column", "schema", "workers", "data", "json"])
 def test_settings_have_no_name_that_all_columns_use(name: str) -> None:
-    with pytest.raises(ValueError, match=f"has a setting '{name}', a name that all columns use already"):
+    with pytest.raises(ValueError, match=f"has a setting '{name}', which is a reserved name"):
         replace(COLUMN, settings=make_dataclass("Settings", [(name, str, "a")], frozen=True))
 
 
@@ -295,7 +295,7 @@ def test_frames_that_do_not_increase_or_are_out_of_range_are_the_mistake_of_the_
     times = [frame.pts or 0 for frame in chunk.frames((0, 1, 59))]
     assert len(times) == 3 and times[0] < times[1] < times[2]
     message = (
-        rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must be in ascending order, from 0 to at most 59"
+        rf"{chunk.key}: frames\(\) got index {numbers[-1]}.*; indices must be in strictly ascending order, from 0 to 59"
     )
     with pytest.raises(ValueError, match=message):
         chunk.frames(numbers)
@@ -336,7 +336,7 @@ def test_a_shard_that_stops_is_not_committed(shard_set: ShardSet, how: str, code
 def test_samples_in_another_order_are_refused(shard_set: ShardSet) -> None:
     made = make_here(COLUMN, shard_set.data, how="reversed")
     assert made.num_shards == 0 and set(failures(made)) == {"column_error"}
-    assert any("has made long_000004000 instead of long_000000000" in failure.message for failure in made.failures)
+    assert any("the sample long_000004000 instead of long_000000000" in failure.message for failure in made.failures)
 
 
 def test_a_worker_loads_neither_plan_nor_driver() -> None:

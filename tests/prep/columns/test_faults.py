@@ -173,7 +173,7 @@ def test_wrong_flags_are_named_and_nothing_is_made(folder: Folder) -> None:
     wrong = {
         case.bad: case.refusal,
         ("--workers", 0): "--workers is 0",
-        ("--max-failures", "some"): '--max-failures "some" is neither a number nor a percentage',
+        ("--max-failures", "some"): '--max-failures "some" is neither a number of videos nor a percentage',
         ("--address", "nonsense"): '--address "nonsense" is not',
         ("--part", "3/2"): "--part 3/2",
         ("--ever", 1): "unknown option: --ever",

@@ -160,7 +160,7 @@ def test_gc_keeps_what_parts_have_begun_and_a_command_without_part_finishes_it(
     name, current = first["variant"], current_variant(data, "video")
     kept, last = prep_here("gc", "--data", data).stdout.splitlines()[-2:]
     assert kept.startswith(f"kept       video/{name}: {current} stays the current variant: it has samples that ")
-    assert kept.endswith(f"; to complete it, run: prep retry --data {data}") and last == "nothing to remove"
+    assert kept.endswith(f"; to complete {name}, run: prep retry --data {data}") and last == "nothing to remove"
     rest = chunk(data, *SLOW)  # the first part failed because of a file that is not a video
     assert (rest["num_shards_made"], rest["num_shards"]) == (1, 3)
     assert contents(data) == undisturbed_files

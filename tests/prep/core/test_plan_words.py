@@ -67,7 +67,7 @@ def test_the_disk_is_said_to_be_too_small() -> None:
     first, others, warning = use.lines()
     assert first == "disk     4 MB in 2 variants now; 2 to 9 MB to be added; 8 MB free (complete data folder: 5 MB)"
     assert others.strip() == "2 other variants are kept until this variant is complete; then `prep gc` frees up to 4 MB"
-    assert warning.startswith("warning  this may not fit") and not use.fits
+    assert warning.startswith("warning  the run may fill the disk") and not use.fits
     assert replace(use, free_bytes=None).fits, "the free space of a bucket is unknown"
 
 
@@ -80,7 +80,7 @@ def test_every_failure_has_words_and_advice() -> None:
         "failed   1 x no_video: the file has no video stream",
         "         hint: remove it, and run prep manifest again",
         "         clip: no_video: clip.mp3: no video stream",
-        "         full list: list.jsonl",
+        "         complete list: list.jsonl",
     ]
     for code, (_, advice) in EXPLANATIONS.items():
         lines = failure_lines(

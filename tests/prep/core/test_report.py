@@ -19,5 +19,5 @@ def test_a_run_whose_videos_were_all_skipped_says_so_and_why() -> None:
         "made     1 shard, and 1 without chunks: 3 chunks encoded" in summary_report(partly, list_path=Path("f")).text
     )
     left_out = replace(summary, refused_workers=[RefusedNode("node 5f on gpu-7", "it was lost")])
-    assert "left out node 5f on gpu-7: it was lost\n" in summary_report(left_out, list_path=Path("f")).text
+    assert "excluded node 5f on gpu-7: it was lost\n" in summary_report(left_out, list_path=Path("f")).text
     assert "0 chunks encoded" not in text and "a: source_too_large: the source has 9 bytes" in text

@@ -236,7 +236,7 @@ def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) ->
         (line,) = [line for line in shown.splitlines() if "source_unreadable: " in line and "text.mp4" in line]
         assert line.strip().startswith("text: source_unreadable: ")
         assert "long_000002000: decode_errors: frame 3 is damaged" in shown
-        assert f"and 4 more; full list: {shard_set.variant / 'failures.jsonl'}" in shown
+        assert f"and 4 more; complete list: {shard_set.variant / 'failures.jsonl'}" in shown
         assert "\x1b" not in shown
     again = prep("retry", "--data", shard_set.data, "--only", "decode_errors", "--engine", "processes", status=1)
     assert "decode_errors" not in again.stdout and "text: source_unreadable" in again.stdout
