@@ -54,7 +54,7 @@ def resolve(column: ColumnSpec, work: ChunkWork, settings: Any, *, video: str) -
     """Return the recipe that settings produce.
 
     Args:
-        video: Name of the variant of `video` whose chunks are the input of the column.
+        video: Name of the `video` variant whose chunks are the input of the column.
 
     Raises:
         UserError: The model does not exist, or does not support the settings.

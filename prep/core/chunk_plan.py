@@ -62,7 +62,7 @@ class ChunkShard:
         split: Split of the shard.
         fingerprint: Hash of the keys and contents of the chunks. Captions do not affect the hash.
         num_chunks: Number of chunks that get a sample.
-        lengths: Number of chunks of each length, including selected chunks that get no sample.
+        lengths: Number of selected chunks of each length, including chunks that get no sample.
         video_ids: Unique IDs of the videos. A long video spans several shards.
         rows: Rows of the chunks that get a sample; None for all rows.
         next_chunks: Next chunks, if samples also depend on them; otherwise empty.
@@ -236,7 +236,7 @@ class ChunksPlan:
         commits: Commits of the variant, keyed by shard ID.
         shards: Planned shards, in the order of their IDs.
         chunk_shards: Shards of `video` whose chunks get samples, keyed by shard ID.
-        num_videos: Number of videos with at least one selected chunk.
+        num_videos: Number of videos with at least one chunk that the settings select.
         unreadable: Failures of shards of `video` that cannot be planned because their index is unreadable.
     """
 

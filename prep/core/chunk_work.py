@@ -89,8 +89,8 @@ class ChunkWork:
             to it. The function returns the reason why the machine must not be used, or None. Without `needs`, no check
             is made.
         workers: Function (plan, request) -> `Workers`. None for as many workers as the request sets, without GPUs.
-        extra_input: Function plan -> function shard ID -> further input of the worker that makes the shard, such as
-            files of other shards (`Chunks.extra_input`).
+        extra_input: Function plan -> function that takes a shard ID and returns further input for the worker that makes
+            the shard, such as files of other shards (`Chunks.extra_input`).
         reads_next: Function recipe -> True if a sample also depends on the next chunk of the video (`Chunk.next`). Such
             a sample is made again if the next chunk is added, changed or removed. Default: False.
         has_sample: Function (recipe, length of a chunk) -> True if the chunk gets a sample. None for all chunks.

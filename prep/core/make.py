@@ -56,7 +56,7 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             from clipmill.prep.core.work import work_of
 
             work, data_dir = work_of(column), require_data_folder(request.data)
-            # Probe sources on this machine: workers of a cluster must not write without a lock, and a dry run has none.
+            # Probe sources on this machine: workers of a cluster must not write without a lock, which a dry run lacks.
             run_request = column.request_type(data=request.data, engine="processes", trial=request.trial)
             column_plan = work.plan(data_dir, settings, run_request)
             if request.explain is not None and work.explain is not None:

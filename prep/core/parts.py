@@ -4,15 +4,15 @@ Parts share only the data folder. This description is binding: code that contrad
 
 Part K of N makes the shards whose ID modulo N is K - 1, so two parts never make the same shard. There are three kinds
 of locks: the lock of the column, which all parts share and which excludes commands without `--part`; the lock of each
-part; and the turn, which one part at a time holds for a short time. A part
+part; and the turn, a lock that one part at a time holds for a short time. A part
 
-1. shares the lock of the column, waits for the turn, and then takes the lock of its own number. It is refused if a
+1. shares the lock of the column, waits for the turn, and then takes the lock of its number. It is refused if a
    command without `--part`, the same part, or a part of a run with a different number of parts is running.
 2. keeps the turn, if no other part is running, until everything that the parts share is published: probes, shots,
    layout and the folder of the variant. The other parts wait, and then read these files. Before that, the parts of
-   `video` probe the sources together: during a turn, a part claims a share of the sources by a note in its lock file,
-   and it probes this share without the turn (`claim_share`). The first part that finds no unfinished share keeps the
-   turn, and publishes the results.
+   `video` probe the sources together: during a turn, a part claims a share of the sources with a note in its lock file;
+   then it releases the turn, and probes this share (`claim_share`). The first part that finds no unfinished share keeps
+   the turn, and publishes the results.
 3. makes its shards.
 4. waits for the turn again. If no other part is running, it finishes the run for all parts: it writes the lists,
    contents.json and the failures, and sets the current variant. Otherwise it ends, and the last part finishes the run.

@@ -1,7 +1,7 @@
 """Recipe of a column: the settings and all other values that determine the stored bytes, except the input data.
 
 The settings are a frozen dataclass whose fields are flags of the command. A recipe is stored as `recipe.json`. Its
-fingerprint is part of the variant's name, so different settings create a different variant.
+fingerprint is part of the variant's name, so recipes that differ create different variants.
 """
 
 import hashlib

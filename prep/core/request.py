@@ -96,8 +96,8 @@ PartOf = Annotated[
     Parameter(
         name="--part",
         allow_leading_hyphen=True,  # so that Part.parse explains what is wrong with -1/2
-        help="Part of the shards to make, such as 3/16 for part 3 of 16, if commands on several nodes share the work "
-        "(a SLURM array). Default: all shards.",
+        help="Part of the shards to make, such as 3/16 for part 3 of 16. Use it if several commands, such as the tasks "
+        "of a SLURM array, share the work. Default: all shards.",
     ),
 ]
 ModelWorkers = Annotated[

@@ -1,6 +1,6 @@
-"""Driver of any column: make the shards of a plan that need work, and update the records of the variant.
+"""Driver of any column: make the shards of a plan that need work, then update the lists and the current variant.
 
-All state is in the commits, so a run can be killed and restarted at any time.
+Only commits record the progress of a run, so a run can be killed and restarted at any time.
 """
 
 import sys
@@ -136,13 +136,14 @@ class Job(Generic[W]):
 
 
 def execute(job: Job[W], engine: Engine, *, part_run: PartRun | None = None) -> Summary:
-    """Make the shards of a job that need work, and update the records of the variant.
+    """Make the shards of a job that need work, and update the lists and the current variant.
 
     The caller must hold the lock of the column (`clipmill.prep.core.data_folder.lock_for_writing`).
 
     Args:
         engine: Engine that runs the tasks.
-        part_run: Part that this process makes; None to make all shards. The last part to end updates the records.
+        part_run: Part that this process makes; None to make all shards. The last part to end updates the lists
+            and the current variant.
     """
     folder = job.variant_dir
     if part_run is not None:

@@ -1,10 +1,10 @@
 """Folder of a variant: its recipe, the request of its last run, and the rule for replacing the current variant.
 
 `<variant>/selection.json` contains the values of the request that commands need to continue the run (`prep retry`, the
-`next` lines): `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address` unless the default
-engine was used.
+`next` lines of reports): `--where`, `--endpoint`, the path of local weights, and `--engine` or `--address` unless the
+default engine was used.
 
-The selection is not part of the recipe, because the bytes of a sample do not depend on it: a run with a different
+This selection is not part of the recipe, because the bytes of a sample do not depend on it: a run with a different
 selection keeps the variant and its samples, and makes only missing samples. The selection has its own file because the
 checksum of recipe.json is recorded at the end of a run, but `prep status` and plans need the selection from the start.
 
