@@ -6,7 +6,7 @@ The estimate is an inequality, which is evaluated for each way of reading a clip
 
 B is the batch size in clips, b the number of bytes read for a clip, rho the bytes per second of video, T the chunk
 length in seconds, S_r the read speed of the disk in bytes per second, and delta the duration of a training step in
-seconds, excluding the wait for data. The bytes of a clip's packets, or of a segment of latents, do not depend on T.
+seconds, excluding the wait for data. The size of a clip's packets, or of a segment of latents, does not depend on T.
 
 If N nodes read the same disk, B is the total batch size of all nodes, and S_r is the total speed that the disk delivers
 to all nodes. A single node may measure less than this speed, for example because of its network link. S_r is therefore
@@ -20,7 +20,7 @@ A bucket serves many requests in parallel, each with a latency of tens of millis
     requests in flight = requests per second x latency        (Little's law: Little 1961, Operations Research 9)
 
 E epochs of C clips transfer E x C x b / N bytes to each node if ranges are read. If complete tars are copied into a
-cache that can hold them, all D bytes are transferred to each node once. The cache transfers less if E exceeds
+cache that can hold them, their D bytes are transferred to each node once. The cache transfers less if E exceeds
 N x D / (C x b).
 """
 
@@ -62,7 +62,7 @@ class Load:
         read_bytes_per_s: Read speed in bytes per second (S_r), measured by one node or specified for all nodes.
         video_bytes_per_s: Bytes of chunks per second of video (rho), or bytes of latents if training reads latents.
         chunk_s: Chunk length in seconds (T).
-        clip_bytes: Bytes read for a clip (b), by the kind of data: "packets" or "latents".
+        clip_bytes: Bytes read for a clip (b), keyed by "packets" or "latents".
         num_nodes, gpus_per_node: Size of the cluster. All nodes read the same disk.
         is_total: True if S_r is the total speed of all nodes; False if one node measured it.
     """
@@ -112,7 +112,8 @@ class Bucket:
     Attributes:
         latency_s: Latency of a request for one range of a clip, in seconds.
         requests_per_clip: Mean number of ranges per clip. Ranges with a short gap between them are merged.
-        set_bytes, num_shards: Total size in bytes, and number, of the variant's tars.
+        set_bytes: Total size of the variant's tars in bytes.
+        num_shards: Number of shards of the variant. Each shard has one tar.
         clips_per_epoch: Clips per epoch (C).
     """
 
@@ -155,6 +156,7 @@ class Bucket:
             )
             return
         per_gpu, warning = values["requests_in_flight_per_gpu"], ""
+        verdict = "enough" if per_gpu <= READERS else "not enough; use a closer bucket or more processes"
         if values["requests_per_s"] > _GETS_PER_S:
             warning = (
                 f", more than the {_GETS_PER_S:,}/s that S3 guarantees per prefix: expect 503 responses and retries"
@@ -162,8 +164,8 @@ class Bucket:
         yield f"requests      {values['requests_per_s']:,.0f}/s, {self.requests_per_clip:.2f} per clip{warning}"
         yield (
             f"in flight     {values['requests_per_s']:,.0f}/s x {self.latency_s * 1000:.0f} ms = "
-            f"{values['requests_in_flight']:.1f} (Little's law), {per_gpu:.1f} per GPU; a train process has up to "
-            f"{READERS}: {'enough' if per_gpu <= READERS else 'not enough; use a closer bucket or more processes'}"
+            f"{values['requests_in_flight']:.1f} (Little's law), {per_gpu:.1f} per GPU; a train process sends up "
+            f"to {READERS} at a time: {verdict}"
         )
         yield (
             f"cost          {values['requests_per_epoch']:,.0f} requests per epoch of "
@@ -248,7 +250,7 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
 
 
 READERS = 32  # number of threads with which a train process prefetches clips from a bucket
-SEGMENT_S = 5.0  # default of train's --segment
+SEGMENT_S = 5.0  # default of train's --segment for latents of an image VAE
 _MAX_THREADS, _NUM_LATENCIES = 128, 25
 _MAX_SHARDS = 64  # maximum number of sampled shards, spread evenly over the variant
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
@@ -259,7 +261,7 @@ Ranges = Sequence[tuple[int, int]]  # (offset, size) in a tar
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Statistics of the reads that training makes from the current variant of a column, computed on a sample.
+    """Statistics of how training reads the current variant of a column, computed on a sample of its shards.
 
     Attributes:
         bytes_per_s: Bytes of chunks, or of their latents, per second of video.
@@ -271,7 +273,7 @@ class Column:
         set_bytes: Total size of the tars in bytes.
         num_shards: Number of shards in the variant.
         sampled_shards: Sample of the shards.
-        reads: Reads of clips or chunks in the sampled shards.
+        reads: (shard, ranges) of each sampled clip, or of the latents of each chunk, in the sampled shards.
     """
 
     name: str
@@ -289,10 +291,10 @@ class Column:
 
 
 def open_column(variant: Variant, name: str) -> Column:
-    """Sample the reads that training makes from a column.
+    """Compute the statistics of how training reads a variant, on a sample of its shards.
 
     Args:
-        name: Name of the column, VIDEO or LATENTS.
+        name: Name of the variant's column, VIDEO or LATENTS.
 
     Raises:
         UserError: The variant has no shards.
@@ -340,9 +342,9 @@ def open_column(variant: Variant, name: str) -> Column:
 
 
 def clip_reads(shards: Sequence[CommittedShard]) -> list[tuple[CommittedShard, Ranges]]:
-    """Return the reads of random clips with four frames. Only the packets of these frames are read.
+    """Return the reads of random clips with four frames. Only the packets needed to decode them are read.
 
-    The clips resemble clips of a training set without long captions: they last 1 to 4 s, and start at random times.
+    The clips last 1 to 4 s and start at random times, like the clips of a training set with short captioned intervals.
     """
     rng, reads = Random(0), list[tuple[CommittedShard, Ranges]]()
     for shard in shards:

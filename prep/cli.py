@@ -13,7 +13,7 @@ from clipmill.manifests.storage.waiting import set_wait_reporter
 from clipmill.prep.registry import COLUMNS, SUMMARIES
 from clipmill.shards.columns import command_for
 
-HELP = """Turn long videos into training shards, incrementally: each run makes only what is new, changed or damaged.
+HELP = """Turn long videos into training shards, incrementally: each run makes only new, changed or damaged shards.
 
 First run:
 
@@ -55,7 +55,7 @@ _LAST_COMMANDS = {
     ),
     "diff": (
         "clipmill.prep.commands.upkeep:diff",
-        "Show the differences between two variants of a column: settings, samples, sizes, and the values of 16 arrays.",
+        "Compare two variants of a column: settings, samples, sizes, and the values of up to 16 arrays.",
     ),
     "use": (
         "clipmill.prep.commands.upkeep:use",
@@ -118,7 +118,7 @@ def _run(arguments: list[str]) -> None:
         else:
             app(arguments, exit_on_error=False, print_error=False)
     except KeyboardInterrupt as interrupt:
-        messages = (*interrupt.args, "run the same command again to continue")
+        messages = (*interrupt.args, "run the same command again to resume")
         raise KeyboardInterrupt("; ".join(messages)) from None
     except CycloptsError as error:
         from clipmill.manifests.usage_errors import usage_error

@@ -19,7 +19,7 @@ COLUMNS = Parts(
     group="columns",
     kind=ColumnSpec,
     builtin={name: f"clipmill.prep.{name}.column:COLUMN" for name in SUMMARIES},
-    # Names that plug-in columns must not have: other commands of `prep`, and folders in a data folder.
+    # Names that plug-in columns must not use: other commands of `prep`, and folders in a data folder.
     reserved_names=(
         "advise",
         "chunk",

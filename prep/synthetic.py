@@ -4,10 +4,10 @@ PyAV encodes the videos in this process, so no ffmpeg program is needed. Each vi
 its bytes are reproducible.
 
 The index, seed, length and mode of a video determine its pixels and its file name. Files are published atomically, so
-an existing file is complete, and is not encoded again; a larger dataset leaves the existing videos unchanged. Every
+an existing file is complete, and is not encoded again; adding videos to a dataset leaves the others unchanged. Every
 fifth video is in the split `val`. A video is a sequence of scenes of 3 to 6 s each; the last scene is longer if the
 rest would be too short for a scene. Each scene has a caption, with colour, shape and motion as labels. The background
-is plain and dark, with a level that differs between videos.
+is plain and dark; its brightness and tint differ between videos.
 """
 
 import hashlib
@@ -222,7 +222,7 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
 
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
-# Part of every file name. Increment this number when a code change affects the pictures for the same settings.
+# The hash in every file name covers this number. Increment it when a code change affects the pictures.
 GENERATION = 2
 # Videos have different frame rates, as in real collections.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
@@ -430,7 +430,7 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
 
     The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row,
     most significant bit first. Each cell is read as the mean of its central region, so any resolution from about 32 x
-    16 pixels works. Blending two frames produces grey cells, which raise an error when the number is read.
+    16 pixels works. Blending two frames produces grey cells, which `read_frame_number` rejects.
 
     Returns:
         Picture with values 0 and 255, uint8 [height, width].
@@ -477,7 +477,7 @@ def read_frame_number(picture: np.ndarray) -> int:
 
 @cache
 def _region_weights(num_cells: int, length: int) -> np.ndarray:
-    """Return the weights of pixels in the means over the central regions of cells, float32 [num_cells, length]."""
+    """Return the weight of each pixel in the mean over the centre of each cell, float32 [num_cells, length]."""
     weights = np.zeros((num_cells, length), np.float32)
     for index in range(num_cells):
         first, last = index * length / num_cells, (index + 1) * length / num_cells

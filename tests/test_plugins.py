@@ -49,7 +49,7 @@ def test_a_column_that_cannot_be_used_stops_neither_the_help_nor_the_completion(
         with installed_here(tmp_path):
             app = build_app()
             listed = help_text(app, ["--help"])
-            assert re.search(r"^  odd +Cannot be used; run the command to see why\.$", listed, re.MULTILINE)
+            assert re.search(r"^  odd +This command cannot be used; run it to see why\.$", listed, re.MULTILINE)
             assert "odd" in app.generate_completion(shell="bash")  # noqa: S604 - no program is started
             for words in (["odd", "--every", "2"], ["plan", "odd"]):
                 with pytest.raises(UnusablePart, match="cannot be imported: ModuleNotFoundError"):

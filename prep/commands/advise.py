@@ -27,7 +27,7 @@ class AdviseRequest(Checked):
     """Flags of `prep advise`."""
 
     step_time: Annotated[float | None, _Number, Range(above=0)] = None
-    """Duration of a training step in seconds, excluding waits for data. Default: the median of --run."""
+    """Duration of a training step in seconds, excluding waits for data. Default: the median over the steps of --run."""
 
     batch: Annotated[int | None, _Number, Range(above=0)] = None
     """Batch size in clips, over all nodes. Default: the batch size of --run, scaled to --nodes and --gpus."""
@@ -69,11 +69,11 @@ def advise(
     """Report whether the disk or the bucket keeps up with training, or when re-encoding indexed videos pays off.
 
     For chunks, the report covers loaders that read complete chunks, and loaders that, like train, read only the packets
-    of a clip or stored latents. To measure the read speed, chunks of the current variant are read for a few seconds.
+    of a clip or stored latents. The read speed is measured by reading chunks of the current variant for a few seconds.
 
     For an index (`prep index`), clips are decoded from the source videos, and a few seconds of several videos are
-    encoded with each recipe. The report says how many times each clip must be read before a recipe has saved the CPU
-    time that encoding takes.
+    encoded with each --recipe of prep chunk. The report says after how many reads of each clip the encoding has saved
+    as much CPU time as it took.
 
     Examples:
 
@@ -190,7 +190,7 @@ def _advise_on_sources(request: AdviseRequest, data_dir: Path, *, json: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Duration and batch size of a training step, and a description of where the duration comes from."""
+    """Duration and batch size of a training step, and a description of their origin."""
 
     step_s: float
     batch: int

@@ -41,6 +41,6 @@ def __getattr__(name: str) -> Any:
         def refuse(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
             raise load_error
 
-        refuse.__doc__ = "Cannot be used; run the command to see why."
+        refuse.__doc__ = "This command cannot be used; run it to see why."
         return refuse
     return make_command(spec) if verb == "make" else plan_command(spec)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Kind of dataset.
+    """A kind of dataset that `prep manifest` reads.
 
     Attributes:
         name: Name of the command, and default name of the dataset.
@@ -163,10 +163,10 @@ DATASETS = (
         "didemo",
         "clipmill.manifests.adapters.timed_captions:read_didemo",
         "annotations",
-        """Read DiDeMo: descriptions of moments in videos.
+        """Read DiDeMo: captions of moments in videos.
 
-        The interval of a moment is the one that most annotators marked. A list of videos, such as test_list.txt,
-        restricts the split in its file name to the listed videos.
+        If annotators marked different intervals for a moment, the most frequent interval is used. A list of videos,
+        such as test_list.txt, restricts the split in its file name to the listed videos.
 
         Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
@@ -181,9 +181,10 @@ DATASETS = (
         "activitynet",
         "clipmill.manifests.adapters.timed_captions:read_activitynet",
         "annotations",
-        """Read ActivityNet Captions: videos described by several sentences with times.
+        """Read ActivityNet Captions: videos with several captions, each with a start and an end time.
 
-        The captions in the second validation file (val_2.json) are by different annotators and get the source human-2.
+        The captions in the second validation file (val_2.json) were written by different annotators. Their source is
+        human-2.
 
         Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
 

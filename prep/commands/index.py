@@ -52,8 +52,8 @@ def _require_no_loss(data: Path, videos: "Location") -> None:
     """Check that reading a folder into the manifest does not remove captions, or videos from a different dataset.
 
     Raises:
-        UserError: The manifest already contains videos of the folder that have captions or belong to a different
-            dataset. Or the folder is a LeRobot dataset, which requires a different command.
+        UserError: The folder is a LeRobot dataset, which requires a different command; or the manifest already contains
+            videos of the folder that have captions or belong to a different dataset.
     """
     if not is_remote(str(videos)) and (Path(videos) / "meta" / "info.json").is_file():
         raise UserError(

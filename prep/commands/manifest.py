@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.write import FurtherResult
     from clipmill.prep.core.failure_list import FailureEntry
 else:
-    Location = Path  # a converter turns the flags into local paths or URLs
+    Location = Path  # a converter turns the values into local paths or URLs
 
 
 Dataset = Annotated[
@@ -57,7 +57,7 @@ Annotations = Annotated[
         consume_multiple=True,
         negative="",
         converter=lambda _type, tokens: _parse_locations(tokens),
-        help="Annotation files, paths or URLs.",
+        help="Paths or URLs of the annotation files.",
     ),
 ]
 
@@ -249,14 +249,14 @@ def synthetic(
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of a dataset, and flags for writing it.
+    """Destination of a dataset, the folder of its videos, and flags for writing it.
 
     Attributes:
         data: Data folder.
         dataset: Name of the dataset in the manifest.
         videos: Folder of the videos; None if the tables contain the URLs of the videos.
-        allows_removal: Value of `--yes`.
-        as_json: Value of `--json`.
+        allows_removal: True to remove missing videos, even if they make up more than a third of the dataset.
+        as_json: True to print the summary as JSON.
     """
 
     data: Path
@@ -273,7 +273,7 @@ def write_dataset(
 
     Args:
         read: Function that takes local copies of the tables and returns the dataset.
-        tables: Paths or URLs of annotation files.
+        tables: Paths or URLs of caption tables or annotation files.
         into: Destination of the dataset.
         has_next: True to print the next command.
 
@@ -352,8 +352,8 @@ def add_captions(
         list[str] | None,
         Parameter(
             negative="",
-            help="Source to remove instead of adding tables: a name shown by prep status, or the name of a model "
-            "without its version. May be repeated.",
+            help="Caption source to remove instead of adding tables: a name shown by prep status, or the name of a "
+            "model without its version. May be repeated.",
         ),
     ] = None,
     source: Annotated[
@@ -414,7 +414,7 @@ def add_captions(
         _remove_sources(folder, remove, others={**others, "--drop-duplicates": drop_duplicates or None}, as_json=json)
         return
     if not tables:
-        raise UserError("there are no tables", hint="pass tables of captions, or --remove with the name of a source")
+        raise UserError("no caption tables were passed", hint="pass tables, or --remove with the name of a source")
     # Hold the lock while reading the tables, because their rows refer to videos in the manifest.
     with lock_for_writing(folder), Activity("reading captions"):
         videos = read_videos(folder)
@@ -477,7 +477,7 @@ def _select_captions(
     """Return the captions to keep, and the number of dropped captions, keyed by reason.
 
     Args:
-        table: Captions of all sources.
+        table: Captions in the passed tables, of all sources.
 
     Raises:
         UserError: `min_likelihood` is set, but no caption has a likelihood.
@@ -547,7 +547,8 @@ def _further_lines(
     for name, count in written.num_stale.items():
         yield f"stale: {count_noun(count, 'caption')} of the earlier version {on_one_line(name)} replaced"
     for name, variants in values["other_variants"].items():
-        yield f"note: {on_one_line(name)} describes chunks of {', '.join(variants)}, not of the current variant"
+        captions = f"the captions of {on_one_line(name)}"
+        yield f"note: {captions} describe chunks of {', '.join(variants)}, not of the current variant"
     if models := [name for name in written.num_captions if is_model_source(name)]:
         names = ", ".join(f"{source_name(name)}@*=1" for name in models)
         yield f"note: training uses model captions only if --captions.sources lists them, such as human=1,{names}"

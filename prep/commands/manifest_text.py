@@ -109,7 +109,7 @@ def rejected_lines(
 def written_values(
     written: WriteResult, *, rejected: Sequence[FailureEntry], notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the content of `written_text` as JSON values."""
+    """Return the content of `written_text` as a JSON-serialisable dict."""
     return {
         "dataset": written.dataset,
         "num_videos": written.num_videos,

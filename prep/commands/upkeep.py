@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     AnyColumn = str
 else:
     AnyColumn = Literal[column_names()]
-ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column. Default: all columns with shards.")]
 _MAX_FINDINGS = 200
 
 
@@ -58,7 +57,13 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
 
 def verify(
     *,
-    column: ColumnName = None,
+    column: Annotated[
+        AnyColumn | None,
+        Parameter(
+            name="--column",
+            help="Column to verify. Default: all columns with a current variant; with --variant, the column video.",
+        ),
+    ] = None,
     deep: Annotated[
         bool, Parameter(help="Also decode every frame of every chunk, and load every array.", negative="")
     ] = False,
@@ -159,8 +164,8 @@ def inspect(
     chunks: Annotated[
         int | None,
         Parameter(
-            help="Number of chunks on the page of --html, 1 or more, drawn evenly from splits and videos. More "
-            "than 150 chunks are divided into several files. Default: 150."
+            help="Number of chunks on the page of --html, 1 or more, sampled evenly from splits and videos. "
+            "More than 150 chunks are divided into several files. Default: 150."
         ),
     ] = None,
     column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
@@ -228,7 +233,7 @@ def diff(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the differences between two variants of a column: settings, samples, sizes, and the values of 16 arrays.
+    """Compare two variants of a column: settings, samples, sizes, and the values of up to 16 arrays.
 
     Example:
 
@@ -257,7 +262,7 @@ def gc(
     older_than: Annotated[
         str | None,
         Parameter(
-            help="Remove only variants that have not changed for at least this time, such as 7d or 12h. Default: no "
+            help="Remove only variants that have not changed for at least this long, such as 7d or 12h. Default: no "
             "limit."
         ),
     ] = None,
@@ -266,10 +271,10 @@ def gc(
 ) -> None:
     """Remove variants that are not current, unreferenced shards, and temporary files left by killed commands.
 
-    Files that do not belong to the format are never removed. All variants and shards of a column are kept while the
-    current variant of the column is incomplete, damaged or stale. A variant is also kept while its run is unfinished,
-    while it has samples that the current variant lacks because of temporary failures, and while a process or an
-    unfinished training run reads it.
+    Files that are not part of clipmill's data format are never removed. All variants and shards of a column are kept
+    while the current variant of the column is incomplete, damaged or stale. A variant is also kept while its run is
+    unfinished, while it has samples that the current variant lacks because of temporary failures, and while a process
+    or an unfinished training run reads it.
 
     Examples:
 
@@ -320,13 +325,19 @@ def use(
     variant: Annotated[str, Parameter(help="Name of a variant, as shown by prep status.")],
     /,
     *,
-    column: ColumnName = None,
+    column: Annotated[
+        AnyColumn | None,
+        Parameter(
+            name="--column",
+            help="Column of the variant. Required only if several columns have a variant with this name.",
+        ),
+    ] = None,
     data: Data = Path("data"),
 ) -> None:
     """Make a variant the current variant of its column, so that training reads it. No file is removed.
 
-    A training process that is already running keeps reading its variant. The next run of the column's command makes
-    the variant with the settings of that command current again.
+    A training process that is already running keeps reading its variant. When the
+    column's command runs again, it makes the variant with its settings current.
 
     Example:
 
@@ -412,8 +423,8 @@ def retry(
 ) -> None:
     """Retry the failures of a column, for example after repairing a source video.
 
-    If the last run left a variant unfinished, the failures of that variant are retried, and the variant then becomes
-    current. Otherwise, the failures of the current variant are retried. --variant selects a different variant.
+    If the last run left a variant unfinished because of failures, these failures are retried, and the variant then
+    becomes current. Otherwise, the failures of the current variant are retried. --variant selects a different variant.
 
     Example:
 

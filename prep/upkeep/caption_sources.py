@@ -58,7 +58,7 @@ def read_caption_sources(data_dir: Path) -> list[CaptionSource]:
         models = further_sources[name]["models"] if name in further_sources else []
         variants = other_variants(models, current=current)
         stale_because = (
-            f"the source describes chunks of {', '.join(variants)}, not of the current variant"
+            f"the captions describe chunks of {', '.join(variants)}, not of the current variant"
             if variants
             else _changed_column(models, data_dir)
         )

@@ -104,7 +104,7 @@ def test_the_requests_in_flight_are_rate_times_latency() -> None:
     assert needs["requests_in_flight"] == pytest.approx(256 / 1.5 * 1.25 * 0.06)
     assert needs["epochs_until_cache_pays"] == pytest.approx(2 * 60e9 / (400_000 * 100_000))
     text = "\n".join(bucket.lines())
-    assert "213/s x 60 ms = 12.8 (Little's law), 1.6 per GPU; a train process has up to 32: enough" in text
+    assert "213/s x 60 ms = 12.8 (Little's law), 1.6 per GPU; a train process sends up to 32 at a time: enough" in text
     assert "500,000 requests per epoch" in text and "USD 0.2 at" in text and "after 3.0 epochs" in text
     slow = "\n".join(replace(bucket, latency_s=3.0, load=replace(load, step_s=0.05)).lines())
     assert "not enough" in slow and "more than the 5,500/s that S3 guarantees" in slow

@@ -59,7 +59,7 @@ def test_captions_become_a_source_that_is_stale_when_the_column_or_the_chunks_ch
         assert name not in prep_here("status", "--data", data, status=None).stdout, "the old variant is still listed"
 
         rerun(prep, shard_set, *LEN, "--crf", 30)
-        assert "stale: the source describes chunks of" in prep_here("status", "--data", data, status=None).stdout
+        assert "stale: the captions describe chunks of" in prep_here("status", "--data", data, status=None).stdout
     removed = prep_here("manifest", "captions", "--remove", "vlm", "--data", data, "--json").summary
     assert sum(removed["num_captions_removed"].values()) == NUM_CHUNKS and not of_source(data)
 

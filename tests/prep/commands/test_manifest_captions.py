@@ -123,7 +123,7 @@ def test_a_source_is_removed_by_name_and_everything_follows(data: Path, tmp_path
         "--remove and --source cannot be used together"
         in captions(data, "--remove", "asr", "--source", "x", status=2).error
     )
-    assert "there are no tables" in captions(data, status=2).error
+    assert "no caption tables were passed" in captions(data, status=2).error
     assert contents(data / "manifest") == before
     ran = captions(data, "--remove", "narrator", "--remove", "asr")
     assert ran.stdout.startswith("asr: 1 caption removed\nnarrator@aaaaaaaa: 6 captions removed\n")
@@ -144,12 +144,12 @@ def test_captions_of_another_variant_of_chunks_are_stale(data: Path, tmp_path: P
     table = of_chunks(data, tmp_path / "p.parquet")
     text = pseudo(tmp_path / "q.parquet", [{"video": read_videos(data)["video_id"][0].as_py(), "text": "a"}], name="b")
     ran = captions(data, table, text)
-    assert "note: b@aaaaaaaa describes chunks of v1, not of the current variant\n" in ran.stdout
+    assert "note: the captions of b@aaaaaaaa describe chunks of v1, not of the current variant\n" in ran.stdout
     status = prep_here("status", "--data", data).stdout
-    assert status.count("stale: the source describes chunks of v1, not of the current variant\n") == 1
+    assert status.count("stale: the captions describe chunks of v1, not of the current variant\n") == 1
     sources = prep_here("status", "--data", data, "--json").summary["videos"]["caption_sources"]
     assert {source["name"]: source["stale_because"] for source in sources if source["is_further"]} == {
-        "b@aaaaaaaa": "the source describes chunks of v1, not of the current variant",
+        "b@aaaaaaaa": "the captions describe chunks of v1, not of the current variant",
         "narrator@aaaaaaaa": None,
     }
 
