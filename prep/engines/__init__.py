@@ -1,9 +1,9 @@
 """Interface of engines, which distribute tasks over workers on this machine or on a cluster.
 
 An engine applies a function to tasks, a bounded number at a time, and yields one `Outcome` per task, in order of
-completion. It also yields None at least once a second, so that the caller can update its progress bar. If a worker
-dies, its task is retried; if all retries fail, the outcome of the task has no result. An exception in the function is a
-bug and ends the run. No worker outlives the run, however the run ends.
+completion. While no task completes, it yields None at least once a second, so that the caller can update its progress
+bar. If a worker dies, its task is retried; if all retries fail, the outcome of the task has no result. An exception in
+the function is a bug and ends the run. No worker outlives the run, however the run ends.
 
 Each worker is checked before its first task. If a worker fails the check, its node (or this machine) gets no tasks. The
 engine yields the node once as `RefusedNode`, and continues on the other nodes; the run ends if no node is left.
@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 MAX_TRIES = 3  # maximum number of attempts at a task whose workers are lost
 TICK_S = 0.5
-THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # environment variable that an engine sets in workers on other machines
+THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # environment variable that the Ray engine sets in its workers
 _PR_SET_PDEATHSIG = 1
-# Signals that a faulty program gets from the kernel, or sends to itself. Other signals come from other programs.
+# Signals that a faulty program receives from the kernel or sends to itself. Other signals come from other programs.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 
 Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must not get tasks, or None
@@ -44,7 +44,8 @@ class Outcome(Generic[T, R]):
     Attributes:
         result: Return value of the function; None if the workers were lost.
         lost: Reason why the last worker was lost; None if there is a result.
-        crashed: True if the lost worker crashed; False if another program killed it.
+        crashed: True if a signal in `CRASH_SIGNALS` ended the last worker; always False with Ray, which hides the
+            signal.
     """
 
     task: T
@@ -74,7 +75,7 @@ class RefusedNode:
     reason: str
 
     def values(self) -> dict[str, str]:
-        """Return the entry of the node in the `--json` output."""
+        """Return the description of the node for the `--json` output."""
         return {"place": self.node, "reason": self.reason}
 
 
@@ -93,7 +94,7 @@ class Engine(Protocol):
 
         Args:
             check: Function that is called in every worker before its first task.
-            name: Function that takes a task and returns its name for the engine's lists, such as "chunk 000123".
+            name: Function that takes a task and returns its name, such as "chunk 000123", for Ray's lists of tasks.
 
         Raises:
             UserError: No worker passed the check.
@@ -115,7 +116,7 @@ def no_nodes_error(refused_nodes: Iterable[RefusedNode]) -> UserError:
 
 
 def worker_threads() -> int:
-    """Return the number of threads that the engine assigned to this worker; 1 by default."""
+    """Return the number of threads that the Ray engine assigned to this worker; 1 with other engines."""
     return int(os.environ.get(THREADS_VARIABLE, "1"))
 
 

@@ -4,9 +4,9 @@ A worker must see the driver's data folder, run the same version of clipmill as 
 of the column. The driver publishes a token in the variant's folder, and sends a `Ticket` to the workers. Each worker
 calls the ticket before its first task.
 
-This file imports only the standard library, and the Ray engine sends it to the workers by value. A node therefore runs
-the driver's version of the check, even if clipmill is missing or has a different version there. The column's code is
-identified by its import path, so the code of plug-in columns is compared in the same way.
+Loading this file requires only the standard library, and the Ray engine sends its code to the workers. A node therefore
+runs the driver's version of the check, even if clipmill is missing or has a different version there. The column's code
+is identified by its import path, so the code of plug-in columns is compared in the same way.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
     if (digest := source_sha256(package)) is None:
         raise UserError(f"the package {package} of the column is not installed on this machine", hint=_PACKAGE_HINT)
-    # The token has a temporary name: if the driver is killed, the token is removed with the other temporary files.
+    # The token has a temporary name, so if the driver is killed, the next command removes it with its temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:

@@ -41,7 +41,7 @@ def open_engine(
         memory_gb: Memory to reserve for a worker on a cluster, in GB, unless `execution` sets it.
 
     Raises:
-        UserError: This machine has fewer GPUs than a worker needs.
+        UserError: This machine has fewer GPUs than a worker needs, or torch is not installed.
     """
     if name == "ray":
         from clipmill.prep.engines.ray import isolated_ray_engine
@@ -76,7 +76,7 @@ def resolve_gpus_per_worker(flag: float | None, *, address: str | None) -> float
         flag: Value of `--num-gpus`; None for the default.
 
     Raises:
-        UserError: No cluster is running at `address`.
+        UserError: No cluster is running at `address`, or torch is not installed.
     """
     if flag is not None:
         return flag

@@ -14,7 +14,7 @@ _BYTES_PER_GB = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Execution(Checked):
-    """Settings of the Ray engine. They do not affect the stored bytes."""
+    """Settings of the Ray engine. They do not affect the bytes of the shards."""
 
     task_cpus: Annotated[float | None, CLUSTER, RARE, Range(above=0, below=10_000)] = None
     """CPUs to reserve per task. Default: 1; none for a worker with a GPU, which uses its share of the node's cores."""
@@ -22,7 +22,7 @@ class Execution(Checked):
     """Memory to reserve per task on a cluster, in GB (10^9 bytes); 0 reserves none. Default: the measured
     memory use of the column (docs/cluster.md)."""
     task_retries: Annotated[int, CLUSTER, RARE, Range(0, 100)] = 2
-    """Number of times to retry a task whose worker died, 0 or more. The loss of a node does not count."""
+    """Number of times to retry a task whose worker died, 0 to 100. The loss of a node does not count."""
     wait_for_nodes: Annotated[float, CLUSTER, RARE, Range(0, 7 * 24 * 3600)] = 600.0
     """Time, in seconds, to wait for nodes that can run a task, for example until an autoscaler has started them."""
 

@@ -3,8 +3,9 @@
 Workers are Ray actors, which take one task after another. The number of tasks in flight is bounded, and only a few
 kilobytes are sent and returned per task. Without an address, the command starts a Ray instance on this machine, and
 stops it at the end. With an address, the command joins a cluster, whose nodes need the same clipmill, the same ffmpeg,
-and the data folder at the same path. Every worker is checked before its first task. The check is sent by value. The
-function and the task are not unpickled until the worker has passed the check. A node that fails the check is excluded.
+and the data folder at the same path. Every worker is checked before its first task. The code of the check is sent with
+it. The function and the task are not unpickled until the worker has passed the check. A node that fails the check is
+excluded.
 
 When Ray loses the cluster, it terminates the process in which it runs. The engine therefore runs in a separate process
 (`IsolatedEngine`): the command survives and reports the loss, and Ray cannot print to the command's output.
@@ -105,7 +106,7 @@ class RayEngine:
         instance_name = name_of_cluster(self._address)
         # Standard output is reserved for results, but Ray reports lost workers on it, even during its shutdown.
         with redirect_stdout(sys.stderr):
-            # With GPUs, the number of GPUs limits the number of actors, so do not limit the CPUs.
+            # With GPUs, the number of GPUs limits the number of actors, so the CPUs are not limited.
             num_cpus = None if self._need.gpus or not self._num_workers else ceil(self._num_workers * self._need.cpus)
             wait_s = self._execution.wait_for_nodes if self._address is not None else 0.0
             try:
@@ -132,7 +133,7 @@ class RayEngine:
                 ray.shutdown()
 
     def _num_actors(self, nodes: Nodes) -> int:
-        """Return the number of actors to request. If some actors do not fit, an autoscaler starts nodes for them."""
+        """Return the number of actors to request. If some actors do not fit, an autoscaler may start nodes for them."""
         room, largest_room = nodes.capacities()
         if self._address is None:
             return max(1, min(room, self._num_workers or room))
@@ -296,7 +297,7 @@ _sweepers: "list[subprocess.Popen[str]]" = []  # their pipes stay open until thi
 
 
 def start_sweeper(folder: Path) -> None:
-    """Start a process that kills the agents from `send_agents` and removes `folder` once this process has ended."""
+    """Start a process that kills the agents from `send_agents` and removes `folder` once the caller has ended."""
     null = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", _SWEEPER, os.fspath(folder)]
     sweeper = subprocess.Popen(
@@ -306,7 +307,7 @@ def start_sweeper(folder: Path) -> None:
 
 
 def send_agents(ray: Any) -> None:
-    """Send the PIDs and start times of the agents, which are children of the raylet, to the last sweeper."""
+    """Send the PIDs and start times of the agents, which are children of the raylet, to the newest sweeper."""
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
     pipe = _sweepers[-1].stdin
     assert pipe is not None

@@ -205,8 +205,8 @@ class _Attempt:
 
     Attributes:
         name: Name of the task in Ray's lists.
-        num_deaths: Number of times that the worker died but its node survived.
-        num_lost_nodes: Number of times that the node was lost.
+        num_deaths: Number of times that the worker of the task died but its node survived.
+        num_lost_nodes: Number of times that the node of the worker was lost.
         failed_nodes: Reason for each failure that the machine may have caused, by node ID.
     """
 
@@ -226,7 +226,7 @@ class _Actor:
 
 
 class ActorRun:
-    """One run of a function over tasks in Ray actors.
+    """A run that applies a function to tasks in Ray actors.
 
     Args:
         task_retries: Number of times to retry a task whose worker died.
@@ -249,9 +249,8 @@ class ActorRun:
         self._waiting_attempts = deque[_Attempt]()
         # An actor gets a task only after it has started, because its node may disappear while it starts.
         self._starting_actors = dict[Any, Any]()  # call that returns once the actor has started -> actor
-        self._busy_actors = dict[
-            Any, tuple[_Actor, _Attempt]
-        ]()  # call that returns the result of the task -> actor and task
+        # Call that returns the result of the task -> actor and task.
+        self._busy_actors = dict[Any, tuple[_Actor, _Attempt]]()
         self._num_failed_starts = 0
         self._proven_ids = set[str]()  # nodes on which a worker has started
         self._first_start_s = dict[str, float]()  # node ID -> time at which its first worker began to start
@@ -269,7 +268,7 @@ class ActorRun:
                 self._waiting_attempts.append(_Attempt(*named_task))
             if not self._waiting_attempts and not self._busy_actors:
                 return
-            # If the nodes have no room for an actor, an autoscaler starts a node for it.
+            # If the nodes have no room for an actor, an autoscaler may start a node for it.
             while len(self._starting_actors) < min(len(self._waiting_attempts), num_actors - len(self._busy_actors)):
                 avoided_ids = set.intersection(*(set(attempt.failed_nodes) for attempt in self._waiting_attempts))
                 options = self._nodes.options(avoided_ids=avoided_ids)
