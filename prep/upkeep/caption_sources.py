@@ -1,4 +1,4 @@
-"""Facts about stored captions: sources, models, and captions that lie outside their video or its chunks."""
+"""Sources and models of the stored captions, and captions that lie outside their video or its chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class LateCaptions:
     Attributes:
         num_begin: Number of captions that begin at or after the end of their video.
         num_end: Number of other captions that end more than a second after the end of their video.
-        first: First few captions of both kinds.
+        first: First few captions that begin or end too late.
     """
 
     num_begin: int
@@ -105,6 +105,7 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
 
     Raises:
         UserError: The manifest is missing or damaged.
+        OSError, ArrowException: The caption table cannot be read.
     """
     captions = open_stored_captions(data_dir)
     captions.verify()
@@ -126,7 +127,7 @@ def find_late_captions(data_dir: Path, *, video_ids: pa.ChunkedArray, end_s: np.
 
 
 def other_variants(models: list[Mapping[str, Any]], *, current: str | None) -> list[str]:
-    """Return the non-current variants of `video` whose chunks a caption source describes.
+    """Return the variants of `video`, except the current variant, whose chunks the captions of a source describe.
 
     Args:
         models: Records of the models that wrote the captions of the source.
@@ -155,7 +156,7 @@ _MAX_TIME_MS = 1e15  # longer than any video; larger times, such as infinity, ar
 
 
 def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
-    """Return the end of each video in seconds, float64 [videos]; +inf for videos that have not been probed.
+    """Return the end of each video in seconds, float64 [videos]; +inf for videos without a successful probe.
 
     Args:
         videos: Table with schema VIDEOS.

@@ -1,8 +1,9 @@
 """`prep gc`: find and remove files in a data folder that are no longer needed, and unfinished uploads in a bucket.
 
-Only files whose names and locations belong to the format are ever removed; all other files are kept and listed. All
-variants of a column are kept unless its current variant is known to be complete. A variant with readers
-(`clipmill.shards.marks`) keeps all files that the readers have opened, including shards that a later run has replaced.
+A file is removed only if its name and its folder match the data format (`clipmill.shards.format`); all other files are
+kept and listed. All variants of a column are kept unless its current variant is known to be complete. A variant with
+readers (`clipmill.shards.marks`) keeps all files that the readers have opened, including shards that a later run has
+replaced.
 """
 
 import errno
@@ -65,7 +66,7 @@ class Item:
         path: Path of the file.
         size_bytes: Size of the file.
         reason: Reason why the file is not needed.
-        variant: Variant of the file (`column/variant`) if the complete variant is removed; otherwise None.
+        variant: Variant of the file (`column/variant`) if all files of the variant are removed; otherwise None.
         kind: Kind of the file. Files of the same kind can be removed in any order.
     """
 
@@ -87,7 +88,7 @@ class Garbage:
 
     Attributes:
         items: Files to remove, in the order of removal: within a variant, commits precede tars, and the recipe is last.
-        unknown: Files and folders that do not belong to the format.
+        unknown: Files and folders that do not match the data format.
         kept_because: Reasons to keep a variant (key `column/variant`), or all variants and shards of a column (key
             `column`).
         current: Current variants (`column/variant`), which are kept.
@@ -211,8 +212,8 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage, *, rul
             known, unknown = _classify_files(folder, needed_paths=referenced_paths)
             strays = [Path(path) for path in known["data"] if SHARD_FILE.fullmatch(path.rpartition("/")[2])]
             garbage.current.append(f"{column.name}/{name}")
-            # A process reads the shards that were committed when it started, but an unfinished run reads the new shards
-            # when it is resumed.
+            # A process reads the shards that were committed when it started, but an unfinished training run reads the
+            # new shards when it is resumed.
             readers = [reader for reader in rules.readers.find(column.name, name) if not reader.is_run]
             if strays and readers:
                 count = count_noun(len(strays), "file")
@@ -433,7 +434,7 @@ def variant_subfolders() -> dict[str, tuple[str, re.Pattern[str]]]:
 
 
 def is_variant(folder: Path) -> bool:
-    """Return True if prep made a folder: the folder name ends with the fingerprint of the recipe in the folder."""
+    """Return True if prep made the folder: its name ends with the fingerprint of the recipe in it."""
     try:
         recipe = parse_json((folder / RECIPE_FILE).read_bytes())
         has_fingerprint = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
@@ -467,7 +468,7 @@ def is_in_shard_folder(folder: str, name: str) -> bool:
 
 
 def belongs_to_format(data_dir: Path, key: str) -> bool:
-    """Return True if prep wrote an object: a record of the data folder, or a file of a variant that prep made."""
+    """Return True if prep wrote the object: a record of the data folder, or a file of a variant that prep made."""
     folder, _, name = key.rpartition("/")
     if folder in ("", MANIFEST_FOLDER):
         return is_table_file(name) if folder else name in ROOT_FILES
@@ -490,7 +491,7 @@ class BucketGarbage:
 
     Attributes:
         uploads: Uploads that killed commands left unfinished.
-        foreign: Keys of objects that do not belong to the format.
+        foreign: Keys of objects that do not match the data format.
         unknown_because: Reason why the uploads could not be listed, or None.
     """
 
@@ -518,8 +519,8 @@ def abort_uploads(uploads: Sequence["OpenUpload"], data_dir: Path) -> None:
     """Abort unfinished uploads to free the space that their parts take up.
 
     Raises:
-        UserError: See `Objects`.
-        OSError: See `Objects`.
+        UserError: The bucket does not exist, or denies access.
+        OSError: The bucket does not respond.
         LeaseLost: A lock was lost. The locks are checked even if there are no uploads.
     """
     if (copy := _copy_of(data_dir)) is None:
@@ -563,7 +564,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | 
         for upload in in_bucket.uploads
     ]
     names = [*(str(path.relative_to(data_dir)) for path in garbage.unknown), *in_bucket.foreign]
-    lines += [f"{'left':<11}{on_one_line(name)}: not part of the format" for name in names]
+    lines += [f"{'left':<11}{on_one_line(name)}: not part of the data format" for name in names]
     if in_bucket.unknown_because is not None:
         lines.append(f"{'kept':<11}unfinished uploads, which cannot be listed: {in_bucket.unknown_because}")
     kept_because = dict.fromkeys(garbage.current if removal is None else (), "the current variant")
@@ -579,7 +580,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | 
 
 
 def garbage_values(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | None) -> dict[str, Any]:
-    """Return the content of `garbage_text` as JSON values."""
+    """Return the content of `garbage_text` as a JSON-serialisable dict."""
     return {
         "dry_run": removal is None,
         "items": [

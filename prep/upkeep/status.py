@@ -107,7 +107,7 @@ class ColumnStatus:
         to_make: Number of shards, keyed by state, that the column's command would make according to the last probes.
         num_orphaned: Number of shards that the column's command would remove.
         file_problems: Problems of files that are derived from the shards of the current variant.
-        failures_file: List of the failures of the last run; None if the last run had no failures.
+        failures_file: Path of the list of failures of the last run; None if the last run had no failures.
         first_failures: First few failures of the current variant and, for the column `video`, of unusable sources.
         written_by: Command that is writing the column of a data folder in a bucket; None if there is no such command.
     """
@@ -173,7 +173,7 @@ class VideosStatus:
             unknown.
         num_captions_ending_beyond: Number of other captions of probed videos that end more than a second after the end
             of their video; None if unknown.
-        first_captions_beyond: First few captions of these two kinds.
+        first_captions_beyond: First few captions that begin or end after the end of their video.
     """
 
     num_videos: int
@@ -203,7 +203,7 @@ class Status:
         data_dir: Data folder.
         videos: Status of the videos; None if the data folder has no manifest.
         columns: Status of each column, keyed by column name, including columns without variants.
-        leakage: Leakage between splits; None if there are no scores.
+        leakage: Chunks in different splits that look alike; None if there are no scores.
         lost: Time that each split loses because its videos have captions of other splits, keyed by split.
         damaged: Errors about damaged records. All other records were read.
     """
@@ -354,7 +354,7 @@ def _videos_status(data_dir: Path, damaged: list[UserError]) -> VideosStatus:
 
 
 def _first_sources(probes: pa.Table) -> list[FailureEntry]:
-    """Return the first few failed sources, from all failure codes."""
+    """Return up to MAX_ENTRIES failed sources, with as many different failure codes as possible."""
     tables = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_ENTRIES) for code in probes["code"].unique())
     rows = (row for table in tables for row in table.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(FailureEntry(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
@@ -430,7 +430,7 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command for a column with the settings of the current variant, or of the first if none is current."""
+    """Return the command for a column with the settings of the current variant; of the first if none is current."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted_variant := current_variant(data_dir, column.column)) is not None:

@@ -1,7 +1,7 @@
 """`prep verify`: check every byte of shards and records and, with `--deep`, every frame or value of the samples.
 
 The next run repairs the damage, but it checks only sizes and modification times (clipmill.shards.verify.quick_check).
-If a damaged file would pass that check, `prep verify` makes the file newer than its commit.
+If a damaged file would pass that check, `prep verify` makes the file newer than its commit, so that the run reads it.
 
 The records of a data folder are the manifest, probes, shots, layouts and dataset.json. Each finding contains the
 command that repairs the record.
@@ -86,8 +86,8 @@ class VerifyResult:
         num_samples: Number of samples in these shards.
         num_bytes: Total size of the tars and indexes in bytes.
         num_deep: Number of decoded frames or checked array rows.
-        findings: Differences from the committed bytes, in the order of the shards.
-        unseen: IDs of damaged shards that could not be marked. The next run will not notice their damage.
+        findings: Differences from the committed bytes, ordered by shard ID.
+        unseen: IDs of damaged shards that could not be marked, so that the next run will not notice their damage.
         deep_findings: Problems of samples whose bytes match the commit.
         inaccessible: Shards that currently cannot be read from the bucket. They may or may not be damaged.
     """
@@ -494,11 +494,11 @@ def repair_text(command: str, messages: Iterable[str]) -> str:
 
     Args:
         command: Command that repairs the damage.
-        messages: Descriptions of the damage. If a folder is in the place of a file, the user has to move the folder
+        messages: Descriptions of the damage. If a folder has the name of a file, the user has to move the folder
             first, because no command replaces a folder.
     """
     has_folder = any(NOT_A_FILE in message for message in messages)
-    first_step = "remove or move the folders that are in place of files, then " if has_folder else ""
+    first_step = "remove or move the folders that have the names of files, then " if has_folder else ""
     return f"to repair, {first_step}run: {command}"
 
 

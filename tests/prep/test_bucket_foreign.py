@@ -52,7 +52,7 @@ def test_markers_are_no_data_and_foreign_names_stop_nothing(s3: S3Server, data: 
     ran = prep_here("gc", "--data", data)
     left = [line for line in ran.stdout.splitlines() if line.startswith("left ")]
     assert len(left) == len(FOREIGN) and "nothing to remove" in ran.stdout
-    assert any(r"line\x01: not part of the format" in line for line in left)
+    assert any(r"line\x01: not part of the data format" in line for line in left)
     assert set(prep_here("gc", "--data", data, "--json").summary["unknown"]) == set(FOREIGN)
     assert {key for key in s3.keys(bucket) if not key.endswith(".lock")} == before
     (recipe := open_data(data) / "scores/new-0123abcd/recipe.json").parent.mkdir(parents=True)  # creates a marker
@@ -133,5 +133,5 @@ def test_commits_that_arrive_after_a_gc_are_named_by_all_and_removed_by_gc(data:
     # All other objects in such a folder are foreign.
     for name in ("commits/000000.json", "mine.txt"):
         objects.write(f"{late}/{name}", objects.read(commit))
-    assert f"left       {late}: not part of the format" in prep_here("gc", "--data", data).stdout
+    assert f"left       {late}: not part of the data format" in prep_here("gc", "--data", data).stdout
     objects.delete(f"{late}/commits/000000.json", f"{late}/mine.txt")

@@ -96,7 +96,7 @@ def test_gc_removes_what_is_not_needed_in_folders_and_leaves_strays(prep: Prep, 
     ran = prep("gc", "--data", far_set.data)
     assert contents(far_set.data) == before and "20 bytes freed" in ran.stdout
     for name in (*strays[:3], "007/mine"):
-        assert f"{name}: not part of the format" in ran.stdout
+        assert f"{name}: not part of the data format" in ran.stdout
     for name in leftovers:
         (far_set.variant / name).write_bytes(b"12345")
     rerun(prep, far_set, *LEN)

@@ -84,7 +84,7 @@ def test_strays_survive_wherever_they_are(prep: Prep, old_and_new: tuple[ShardSe
         link.name,
     }
     for name in ("my results.csv", "backup", "000000-copy.tar", "commits/notes", link.name, copied.name):
-        assert f"{name}: not part of the format" in ran.stdout
+        assert f"{name}: not part of the data format" in ran.stdout
 
 
 def test_what_killed_commands_left_goes(prep: Prep, shard_set: ShardSet) -> None:

@@ -110,7 +110,7 @@ def test_folders_in_place_of_files_are_all_named_with_what_to_do(prep: Prep, sha
         ran = prep("verify", "--data", shard_set.data, status=1)
         named = {path for path in opened for line in ran.stdout.splitlines() if f"{path}" in line and "move it" in line}
         assert named >= set(map(paths.__getitem__, names))
-        assert "to repair, remove or move the folders that are in place of files, then run: " in ran.stderr
+        assert "to repair, remove or move the folders that have the names of files, then run: " in ran.stderr
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS.keys() - {"list", "list of a split"}))
