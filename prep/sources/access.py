@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     SourceBytes = BinaryIO | RemoteFile
 
-STAT_LIMIT_S = 60.0  # timeout per file
+STAT_LIMIT_S = 60.0  # timeout for a check or a fingerprint of one file
 _FINGERPRINT_BYTES = 1 << 20
 # Errors caused by the machine, not by the file. The next probe may succeed.
 _MACHINE_ERRORS = frozenset(
@@ -42,8 +42,7 @@ class SourceFacts:
         width: Display width in pixels, after rotation and with square pixels.
         height: Display height in pixels, after rotation and with square pixels.
         codec: Name of the codec in libav.
-        key_gap_s: Longest time in seconds between two key frames if a seek may land between key frames; 0 if seeks
-            always land on a key frame.
+        key_gap_s: Longest time between two key frames in seconds; 0 if every seek lands on a key frame.
         num_audio: Number of audio streams.
         timeline: Timeline and shape of the video (`clipmill.shards.timeline.model.Timeline.to_json`).
         notes: Unusual properties of the video, one per line.
@@ -85,7 +84,7 @@ def open_source(location: "Location", *, on_read: Callable[[], None] = lambda: N
         on_read: Function to call as a heartbeat, after each range that is read from an object.
 
     Raises:
-        SourceFailure: source_missing, source_unreadable, access_refused or io_error.
+        SourceFailure: source_missing, source_unreadable, access_refused, storage_refused, disk_full or io_error.
     """
     path = os.fspath(location)
     if is_remote(path):
@@ -118,7 +117,7 @@ def source_fingerprint(location: "Location") -> str:
     The fingerprint is cheap to compute even for hours of video, and does not depend on the source's name or storage.
 
     Raises:
-        SourceFailure: source_missing, source_unreadable or io_error.
+        SourceFailure: See `open_source`.
     """
     with open_source(location) as source:
         return fingerprint_of(source)

@@ -1,4 +1,4 @@
-"""Settings of PySceneDetect's shot detectors. PySceneDetect and OpenCV are imported only when frames are compared."""
+"""Settings of PySceneDetect's shot detectors. PySceneDetect and OpenCV are imported only when they are needed."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -53,7 +53,7 @@ def scenedetect_version() -> str:
 
 
 def version_mismatch(version: str) -> str | None:
-    """Return why this machine must not detect shots for a plan that requires PySceneDetect `version`, or None."""
+    """Return a message if the installed PySceneDetect is not the `version` that a plan requires; otherwise None."""
     if (installed_version := scenedetect_version()) == version:
         return None
     return f"PySceneDetect is {installed_version}, but the plan requires {version}"

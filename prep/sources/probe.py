@@ -38,8 +38,8 @@ def probe(location: Location, *, on_read: Callable[[], None] = lambda: None) -> 
         on_read: Function to call as a heartbeat while the source is read.
 
     Raises:
-        SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
-            decode_errors, io_error or out_of_memory.
+        SourceFailure: source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps, decode_errors or
+            out_of_memory; also the failures of `open_source`.
     """
     with open_source(location, on_read=on_read) as source:
         fingerprint, size_bytes, file = fingerprint_of(source), source.size_bytes, cast("IO[bytes]", source.file)

@@ -1,7 +1,7 @@
 """Divide the probing of sources among the parts of a run (`--part K/N`).
 
 The sources are divided into shares: share s of S contains every source whose row in the manifest modulo S is s. A part
-claims a share (`PartRun.claim_share`), reads its new and changed sources, and stores their probes in
+claims a share (`PartRun.claim_share`), probes its new and changed sources, and stores their probes in
 `<data>/.probes/<s>-of-<S>.parquet`, at intervals and at the end. If a part dies, another part claims its share and
 continues from this file. The part that plans adds all shares to `probes.parquet`.
 
@@ -50,11 +50,11 @@ def probe_in_parts(
     part_run: "PartRun",
     prober: Prober,
 ) -> bool:
-    """Read shares of the files until no share is left, and store the probes. The caller can plan afterwards.
+    """Probe shares of the files until no share is left, and store the probes. The caller can plan afterwards.
 
     Args:
-        known_probes: Earlier probes (PROBES) of the files to read, if any.
-        todo: Rows of the files to read, int64 [N].
+        known_probes: Earlier probes of the files to probe, if any (schema PROBES).
+        todo: Rows of the files to probe, int64 [N].
 
     Returns:
         True if no other part has planned yet. The caller must then add the shares to the stored probes.
@@ -79,9 +79,8 @@ def probe_in_parts(
         """Return the shares with sources whose probes are neither in the share's file nor in `probes.parquet`."""
         with folder_lock(data_dir):  # this also refreshes the table if the data folder is in a bucket
             refresh(folder)
-        if unfinished_shares and has_changed(
-            data_dir / PROBES_FILE
-        ):  # another part has planned, and may already have ended
+        # If the table has changed, another part has planned, and may already have ended.
+        if unfinished_shares and has_changed(data_dir / PROBES_FILE):
             table = read_probes(data_dir, columns=["path", "size_bytes", "mtime_ns", "code"])
             table = table.filter(pc.is_in(table["path"], value_set=paths.take(pa.array(todo))))
             _, is_hit = prober.match(paths.take(pa.array(todo)), states.take(todo), table)
@@ -105,8 +104,7 @@ def probe_in_parts(
         stored_rows, is_hit = prober.match(share_paths, file_states, stored)
         show = partial(lambda offset, number, _: prober.on_progress(offset + number, len(todo)), num_done)
         save(replace(prober, on_progress=show).probe(share_paths, file_states, stored, stored_rows, is_hit, save=save))
-        unfinished_shares.pop(
-            share, None
-        )  # never claim a share twice, even if its file is not yet visible on this machine
+        # Never claim a share twice, even if its file is not yet visible on this machine.
+        unfinished_shares.pop(share, None)
         num_done += len(rows)
     return part_run.is_first

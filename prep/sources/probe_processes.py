@@ -2,8 +2,8 @@
 
 A hostile or damaged file can make its reader process crash or use all memory. A dead mount can block a reader forever.
 A reader without a heartbeat for `SILENCE_LIMIT_S` is killed, and its current source fails with a timeout. If a reader
-ends for any other reason, its source may not be the cause, because memory may have been short. The source is read again
-after all other sources, when no other reader runs. The source fails only if its reader ends two more times. A new
+ends for any other reason, its source may not be the cause, because memory may have been short. The source is probed
+again after all other sources, when no other reader runs. The source fails only if its reader ends two more times. A new
 reader continues with the next sources. A process that is blocked inside the kernel is abandoned, because even SIGKILL
 cannot end it.
 
@@ -37,9 +37,9 @@ from clipmill.prep.engines import CRASH_SIGNALS, MachineFault, Outcome, RefusedN
 from clipmill.prep.sources.access import SourceFacts
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
-MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
+MEMORY_LIMIT_BYTES = 4 << 30  # limit of a reader's address space: enough for a 16k frame and its reference frames
 _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
-_QUEUE_LENGTH = 4  # number of sources queued at a reader, so that it never waits for its next source
+_QUEUE_LENGTH = 4  # maximum number of sources queued at a reader, so that it never waits for its next source
 _SPAWN_DELAY_S = 0.1  # delay before another reader is started while all readers are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from clipmill.prep.sources.probe_processes import serve; serve()"
 
@@ -244,7 +244,7 @@ _readers: list[Reader] = []  # readers that a worker keeps between tasks; they e
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """Sources that a worker probes: their indices in the list of all sources, and their paths or URLs."""
+    """Sources that a worker probes: their indices among all sources, and their paths or URLs."""
 
     indices: range
     paths: tuple[str, ...]
@@ -278,7 +278,7 @@ def probe_on_workers(
     """Probe every path in the workers of an engine; yield (index in `paths`, result) in order of completion.
 
     Args:
-        sizes: Size of each source in bytes, as this process sees it.
+        sizes: Size of each source in bytes, as measured by this process.
         run: Function that applies `probe_group` to tasks in the workers of an engine, and yields the outcomes.
         max_processes: Maximum number of readers in this process. If all sources fit in one task, only this process
             probes them.

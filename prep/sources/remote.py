@@ -1,4 +1,4 @@
-"""Sources in object storage and on web servers: request their states, and read them in ranges.
+"""Sources in object storage and on web servers: request their sizes and modification times, and read ranges of them.
 
 A source is read through a `RemoteFile`. Its fingerprint, probe and shots are the same as for a local file with this
 content. libav reads through this Python object, and never opens a connection itself. Only the encoder needs a local
@@ -29,14 +29,14 @@ _FIRST_BYTES = 256 << 10  # size of the first read at a new position; doubles wi
 _MAX_BYTES = 8 * _MIB  # maximum size of a read
 _CACHE_BYTES = 24 * _MIB  # maximum total size of the blocks that a file caches
 _SMALL_BYTES = 2 * _MIB  # maximum size of a file that is read in one request
-_NUM_REQUESTS = 32  # number of parallel requests for the states of single objects
+_NUM_REQUESTS = 32  # number of parallel requests for the size and modification time of single objects
 # A listing ends after _MAX_LISTED_PER_KEY objects for each requested key, but never before _MIN_LISTED objects.
 _MAX_LISTED_PER_KEY = 10
 _MIN_LISTED = 2000
 _MAX_FAILED = 64  # after this many consecutive requests without a response, no further requests are sent
 _NS = 1_000_000_000
 
-_State = tuple[int, int] | SourceFailure  # result of `object_state`, or the failure
+_State = tuple[int, int] | SourceFailure  # result of `object_state`, or the reason why it is unknown
 
 
 def objects_of(url: str) -> tuple[Objects, str]:
@@ -56,7 +56,11 @@ def _open_bucket(root: str, _process: int) -> Objects:
 
 @contextmanager
 def as_source_failure() -> Iterator[None]:
-    """Convert errors from object storage to temporary failures of a source."""
+    """Convert errors from object storage to temporary failures of a source.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable, access_refused, storage_refused, disk_full or io_error.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -96,7 +100,7 @@ def source_state(objects: Objects, key: str) -> tuple[int, int]:
 
 
 def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
-    """Yield the row of each URL and its state or failure, in any order.
+    """Yield the row of each URL and its `object_state` or failure, in any order.
 
     The common folder of the sources in a bucket is listed, with a thousand objects per request. Each source that is not
     in the listing, and each source on a web server, takes a separate request.
@@ -153,7 +157,7 @@ def _list_states(objects: Objects, keys: set[str]) -> Iterator[tuple[str, _State
 
 
 class _StateReader:
-    """Callable that requests the state of an object.
+    """Callable that requests the `object_state` of an object.
 
     After many consecutive requests without a response, no further requests are sent, because each of a million objects
     would take many seconds to time out.
@@ -161,7 +165,7 @@ class _StateReader:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._num_failed = 0  # number of consecutive failures
+        self._num_failed = 0  # number of consecutive requests without a response
         self._last_failure: SourceFailure | None = None
 
     def __call__(self, key: str) -> _State:
@@ -190,7 +194,7 @@ class RemoteFile(io.RawIOBase):
         failure: Failure of a read; None if all reads succeeded. libav may mistake this failure for the end of the file.
 
     Raises:
-        SourceFailure: source_missing, access_refused, source_changed or io_error; also from `read`.
+        SourceFailure: See `as_source_failure`; also raised by `read`.
     """
 
     def __init__(self, url: str, *, on_read: Callable[[], None] = lambda: None) -> None:

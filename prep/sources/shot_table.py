@@ -34,9 +34,8 @@ SHOTS = pa.schema(
         pa.field("detector", pa.string(), nullable=False),  # Detector.key
         pa.field("fingerprint", pa.string(), nullable=False),  # fingerprint of the source
         pa.field("num_frames", pa.int64(), nullable=False),  # length of the video at the detector's frame rate
-        pa.field(
-            "cuts", pa.list_(pa.field("element", pa.int32()))
-        ),  # first frame of every shot except the first; null after a failure
+        # First frame of every shot except the first shot; null after a failure.
+        pa.field("cuts", pa.list_(pa.field("element", pa.int32()))),
         pa.field("code", pa.string()),  # failure code, otherwise null
         pa.field("message", pa.string()),
     ]

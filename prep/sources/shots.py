@@ -1,8 +1,8 @@
-"""Detect the shots of a source: PySceneDetect compares all frames of the output grid at low resolution.
+"""Detect the shots of a source: PySceneDetect compares all output frames at low resolution.
 
-A cut is the index of an output frame. Output frame `n` shows the last source frame whose time, rounded to output
-frames, is at most `n`; before the first source frame, it shows the first source frame. This is the rule of ffmpeg's fps
-filter, which selects the frames of the chunks.
+Output frames have the constant frame rate of the chunks. A cut is the index of an output frame. Output frame `n` shows
+the last source frame whose time, rounded to output frames, is at most `n`; before the first source frame, it shows the
+first source frame. This is the rule of ffmpeg's fps filter, which selects the frames of the chunks.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SCALER = Interpolation.AREA | Interpolation.ACCURATE_RND | Interpolation.BITEXA
 def detect_cuts(location: Location, *, timeline: Timeline, num_frames: int, detector: Detector) -> list[int]:
     """Return the first frame of each shot except the first shot, in ascending order, from 1 to `num_frames` - 1.
 
-    Damaged frames are skipped here. The encoder pass that reads these frames reports the damage.
+    Damaged frames are skipped here. The damage is reported when the frames are encoded.
 
     Args:
         timeline: Timeline of the source.

@@ -54,7 +54,7 @@ class FileStates:
         size_bytes: Size of each file, int64 [files]; NO_FILE if the file could not be checked.
         mtime_ns: Modification time, int64 [files]; 0 if the file could not be checked. For an object, it also depends
             on the ETag (`clipmill.prep.sources.remote.object_state`).
-        failures: Reasons why files could not be checked, by row.
+        failures: Reasons why files could not be checked, keyed by row.
     """
 
     size_bytes: np.ndarray
@@ -139,7 +139,7 @@ class _Slice:
         column: Paths of the slice.
         paths: Paths as strings, set only while they are being checked, to save memory.
         stat_values: Size and modification time of each checked file, in a flat array to save memory.
-        failures: Failures of files that could not be checked, by position in the slice.
+        failures: Failures of files that could not be checked, keyed by position in the slice.
         since_s: Time at which the check of the current file began.
         is_abandoned: True if the thread that checks the slice is blocked and has been abandoned.
     """
@@ -245,7 +245,7 @@ def read_probes(
 
     Raises:
         OSError: The file exists but cannot be read now. The file must not be discarded, because it may contain
-            properties of vanished sources.
+            properties of sources that no longer exist.
     """
     try:
         expected = None if paths is None else {"path": paths}
@@ -258,7 +258,7 @@ def add_shares(known_probes: pa.Table, files: Iterable[Path]) -> pa.Table:
     """Return the known probes, preceded by the results that parts have stored since (`probe_parts.py`).
 
     If a path has several rows, the first row counts. A failure from a part does not replace a row, because the row may
-    contain the properties of a source that has vanished since.
+    contain the properties of a source that no longer exists.
 
     Args:
         files: Files with the probes of parts. Missing files are skipped.
@@ -266,8 +266,8 @@ def add_shares(known_probes: pa.Table, files: Iterable[Path]) -> pa.Table:
     for path in files:
         try:
             share = read_table_file(path, schema=PROBES)
-        except (FileNotFoundError, ValueError):  # missing, damaged or from another version: its sources are read again
-            continue
+        except (FileNotFoundError, ValueError):
+            continue  # the file is missing, damaged or from another version, so its sources are probed again
         if share.schema.metadata == PROBES.metadata:
             # The table of probes may be large, so it is neither copied nor hashed.
             known_paths = known_probes["path"].filter(pc.is_in(known_probes["path"], value_set=share["path"]))
@@ -309,18 +309,19 @@ def probe_sources(
     divide: Callable[..., bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
-    """Read the files without a reusable probe; return one probe for each path, in the same order (schema PROBES).
+    """Probe the files that have no reusable probe; return the probes of all paths, in the same order (schema PROBES).
 
     Args:
-        num_workers: Number of threads that check the files, and maximum number of local processes that read them.
+        num_workers: Number of threads that check the files, and maximum number of local processes that probe them.
         retry_failed: True to probe failed files again even if they are unchanged.
-        run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to read all files on this
+        run: Function that runs tasks in the workers of a cluster (`probe_on_workers`); None to probe all files on this
             machine.
-        divide: Function that reads the files together with other processes (`probe_in_parts`) before this process reads
-            the remaining files. The function returns True if this process must add the results to the stored probes.
+        divide: Function that probes the files together with other processes (`probe_in_parts`) before this process
+            probes the remaining files. It returns True if this process must add the results to the stored probes.
         on_progress: Function to call with (number of files probed, number of files to probe).
 
     Raises:
+        UserError: A bucket does not exist.
         StorageRefused: A bucket refuses the credentials, or a bucket or server refuses many consecutive sources.
     """
     states = stat_files(paths, num_threads=num_workers)
@@ -355,7 +356,7 @@ def probe_sources(
 
 @dataclass(frozen=True)
 class Prober:
-    """Reader of sources without a reusable probe. For the attributes, see the arguments of `probe_sources`."""
+    """Prober of sources without a reusable probe. For the attributes, see the arguments of `probe_sources`."""
 
     num_workers: int
     retry_failed: bool
@@ -384,7 +385,7 @@ class Prober:
         *,
         save: Callable[[pa.Table], None],
     ) -> pa.Table:
-        """Read the files without a reusable row, and return the probes of all `paths`, as `probe_sources` does.
+        """Probe the files without a reusable row, and return the probes of all `paths`, as `probe_sources` does.
 
         Args:
             rows, is_hit: Result of `match`.
@@ -414,9 +415,8 @@ class Prober:
                 record = asdict(outcome) | record
             source[row] = records.append(record)
             self.on_progress(number, len(todo))
-            refusal_code = (
-                record.get("code") if row not in states.failures else None
-            )  # the file is listed, but unreadable
+            # Count a refusal only if the file could be checked but not read.
+            refusal_code = record.get("code") if row not in states.failures else None
             num_refused = num_refused + 1 if refusal_code in REFUSALS else 0
             if num_refused == _MAX_REFUSED or refusal_code == FailureCode.STORAGE_REFUSED:
                 save(present_rows())
@@ -435,14 +435,14 @@ def failed_sources(probes: pa.Table, *, only_temporary: bool) -> np.ndarray:
     """Return the rows of failed probes, int64.
 
     Args:
-        only_temporary: True to omit failures that the file caused. Such a file is read again only after it has changed.
+        only_temporary: True to omit failures that the file caused. Such a file is probed again only after a change.
     """
     is_failed = np.asarray(pc.is_valid(probes["code"]))
     return np.flatnonzero(is_failed & (np.asarray(probes["mtime_ns"]) == _NEVER) if only_temporary else is_failed)
 
 
 def num_to_read(probes: pa.Table) -> int:
-    """Return the number of failed sources that a plan would read again: temporary failures, and changed files.
+    """Return the number of failed sources that a plan would probe again: temporary failures, and changed files.
 
     Local files are checked for changes. Sources in buckets are not, because each check would cost a request.
     """
@@ -452,7 +452,7 @@ def num_to_read(probes: pa.Table) -> int:
 
 
 def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
-    """Return the probes, with a failure for each file that was readable and is now missing or has changed."""
+    """Return the probes, with a failure for each file that was readable but is now missing or has changed."""
     failures = _changed_files(probes, np.flatnonzero(pc.is_null(probes["code"])), num_threads=num_threads)
     if not failures:
         return probes
@@ -465,7 +465,7 @@ def add_changed_files(probes: pa.Table, *, num_threads: int) -> pa.Table:
 
 
 def _changed_files(probes: pa.Table, rows: np.ndarray, *, num_threads: int) -> dict[int, SourceFailure]:
-    """Return, by row, a failure for each local file that has changed since it was probed."""
+    """Return a failure for each local file that is missing or has changed since it was probed, keyed by row."""
     rows = rows[~np.asarray(pc.match_substring(probes["path"], "://"))[rows]]
     files = probes.select(["path", "size_bytes", "mtime_ns"]).take(pa.array(rows))
     states = stat_files(files["path"], num_threads=num_threads)
