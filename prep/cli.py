@@ -23,7 +23,7 @@ First run:
 """
 
 
-# Name of a command -> (import path, first line of its help).
+# Commands before and after the columns in `prep --help`: name -> (import path, first line of the help).
 _FIRST_COMMANDS = {
     "manifest": ("clipmill.prep.commands.manifest:app", "Read videos and captions of a dataset into the manifest."),
 }

@@ -1,4 +1,4 @@
-"""Registry of the columns: the built-in columns, and the columns that installed packages provide (docs/plugins.md)."""
+"""Registry of the columns, the kinds of data that prep makes: built-in columns and plug-ins (docs/plugins.md)."""
 
 from clipmill.manifests.plugins import Parts
 from clipmill.prep.core.column import ColumnSpec

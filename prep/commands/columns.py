@@ -1,7 +1,8 @@
-"""Commands `prep NAME` and `prep plan NAME` of each column. `prep/cli.py` registers them by import path.
+"""Commands that make or plan a column, such as `prep latents` and `prep plan latents`.
 
-The attributes `make_NAME` and `plan_NAME` of this module are the commands of a column, and `plan` is the command group
-`prep plan`. The attributes are created on access, so a column is loaded only when its command is called.
+The attributes `make_NAME` and `plan_NAME` of this module are the commands of the column NAME, and `plan` is the command
+group `prep plan`. `prep/cli.py` registers them by import path. They are created on access, so a column is loaded only
+when its command is called.
 """
 
 from typing import Annotated, Any

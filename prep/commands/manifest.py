@@ -1,9 +1,9 @@
-"""`prep manifest KIND`: commands that read datasets into the manifest, one per kind of dataset.
+"""`prep manifest KIND`: commands that read a dataset into the manifest, which lists videos and captions.
 
-`datasets.py` lists the kinds. The input of a command is a folder of videos with a caption table, a folder of videos
-with annotation files, a folder that contains videos and annotations, or lists of clips. For a different input, add a
-function to this module that builds the command.
-`prep manifest captions` adds caption tables for videos that are already in the manifest.
+`datasets.py` lists the kinds of datasets. The input of a command is a folder of videos with a caption table, a folder
+of videos with annotation files, a folder that contains videos and annotations, or lists of clips. For a different
+input, add a function to this module that builds the command. `prep manifest captions` adds caption tables for videos
+that are already in the manifest.
 """
 
 import json as json_module

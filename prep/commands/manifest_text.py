@@ -42,7 +42,7 @@ def written_text(written: WriteResult, *, rejected: Sequence[FailureEntry], note
 
     Args:
         rejected: First few rejected rows.
-        notes: Notes of the adapter.
+        notes: Notes of the adapter that read the dataset.
     """
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:

@@ -1,6 +1,6 @@
 """Status of a data folder for `prep status`: read it from the records and format it.
 
-Only records are read, never tars, so reading the status takes seconds for a dataset of any size.
+Only records such as commits, indexes and probes are read, never tars. This takes seconds for a dataset of any size.
 """
 
 import os
