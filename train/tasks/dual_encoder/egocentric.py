@@ -56,7 +56,7 @@ class MirTable:
         relevancy: Relevancies [N, M].
         sentences: Texts of the M sentences.
         caption_ids: IDs of the captions, int64 [N], ascending.
-        span_of_N: Index of each caption's span, int64. The loader treats captions with the same span as one clip.
+        span_of_N: Index of each caption's span, int64. Captions with the same span share the embedding of one clip.
         sentence_of_N: Index of each clip's sentence, int64; -1 if `sentences` does not contain the clip's text.
         source: Description of the source of the relevancies.
         num_rejected: Number of rejected captions in the split's annotation files; 0 if unknown.
@@ -82,7 +82,7 @@ class MirTable:
         """Find the rows whose clips were embedded.
 
         Args:
-            caption_ids: ID of one caption of each embedded clip. IDs without a row are ignored.
+            caption_ids: Caption ID of each embedded clip. IDs without a row are ignored.
 
         Returns:
             Rows in ascending order, and the index of each row's clip in `caption_ids`.

@@ -131,7 +131,7 @@ def choose_texts(rank_M: NDArray[np.int64], *, at_most: int = _NUM_QUERIES) -> l
 
 
 class Scorer(Protocol):
-    """Interface for scoring embeddings with a protocol, after the protocol's files have been read."""
+    """Interface of an object that scores embeddings with a protocol, and has already read the protocol's files."""
 
     @property
     def definition(self) -> str:
@@ -139,7 +139,7 @@ class Scorer(Protocol):
         ...
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the entries of a result file.
+        """Return the values for the result file.
 
         Args:
             embed: Function that returns unit-length embeddings of texts other than the samples' captions.
@@ -147,7 +147,7 @@ class Scorer(Protocol):
         ...
 
     def metrics(self, result: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics to log during training, from the entries of a result file."""
+        """Return the metrics to log during training, from the values for the result file."""
         ...
 
 
@@ -191,7 +191,7 @@ class MirScorer:
         return MirMatch(similarity, table.relevancy.take(rows, np.arange(len(table.sentences))), clip_N)
 
     def result(self, match: "MirMatch") -> dict[str, Any]:
-        """Return the entries of a result file for a match."""
+        """Return the values for the result file."""
         scores = score_mir(match.similarity_NM, match.relevancy).as_json()
         num_clips, num_sentences = self.table.relevancy.shape
         coverage = f"{len(match.clip_N):,} of {num_clips:,} clips, {num_sentences:,} sentences"
@@ -229,7 +229,7 @@ def make_scorer(
     Args:
         data_dir: Data folder; None if the data have no manifest.
         has_text_tower: True if the run has a text tower. Most protocols need a text tower to embed texts.
-        sources: Value of `--captions.sources`, for named protocols.
+        sources: Value of `--captions.sources`, for protocols that use the captions of one source.
 
     Raises:
         UserError: A file cannot be read or does not match, or the data or the run do not fit the protocol.
@@ -273,7 +273,7 @@ class LoopEvaluation:
     Args:
         task: Task that returns the model's inputs.
         samples: This rank's part of the split.
-        settings: Settings of the run, changed to refer to the data to evaluate on.
+        settings: Settings of the run, with the shards to evaluate on.
         evaluation: Settings of the evaluation.
         name: Prefix of the metrics' names.
 
@@ -330,8 +330,8 @@ def open_scorer(evaluation: DualEncoderEvaluation, settings: DualEncoderSettings
     """Return the scorer of a protocol for the data of a run. Images do not need a manifest.
 
     Raises:
-        UserError: See `make_scorer`; or latents cannot be used with the protocol, or the protocol is for images and the
-            data are videos.
+        UserError: The protocol does not support latents or videos, images are to be scored without a text tower, or
+            `make_scorer` raised the error.
     """
     if kind_of(settings.folder, settings).has_images:
         if settings.text_tower == "frozen":

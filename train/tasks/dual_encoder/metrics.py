@@ -74,8 +74,8 @@ def score_retrieval(
 def dual_softmax(similarity_QG: NDArray[np.float32], *, temperature: float) -> NDArray[np.float64]:
     """Multiply each similarity by its softmax over all queries (Cheng et al. 2021); return float64 [Q, G].
 
-    The computation takes 16 bytes per query-item pair. In float32, most weights would underflow to 0, and many scores
-    would be equal.
+    The computation takes up to 24 bytes per query-item pair. In float32, most weights would underflow to 0, and many
+    scores would be equal.
     """
     scores_QG = similarity_QG.astype(np.float64)
     weight_QG = np.exp((scores_QG - scores_QG.max(axis=0)) / temperature)

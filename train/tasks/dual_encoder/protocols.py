@@ -404,7 +404,7 @@ class RetrievalScorer:
         return _missing_text(PROTOCOLS[self.name], num_videos=num_videos, num_texts=num_texts)
 
     def score(self, embeddings: Embeddings, embed: EmbedTexts) -> dict[str, Any]:
-        """Return the entries of a result file."""
+        """Return the values for the result file."""
         return self.result(self.match(embeddings, embed))
 
     def match(self, embeddings: Embeddings, embed: EmbedTexts) -> Match:
@@ -420,7 +420,7 @@ class RetrievalScorer:
         return Match(embeddings.video @ embeddings.text[row_M].T, is_right_NM, np.arange(len(embeddings)), row_M)
 
     def result(self, match: Match) -> dict[str, Any]:
-        """Return the entries of a result file for a match. Dual softmax is a separate entry."""
+        """Return the values for the result file. The key `dual_softmax` contains the scores with dual softmax."""
         protocol = PROTOCOLS[self.name]
         result: dict[str, Any] = {
             "protocol_name": self.name,

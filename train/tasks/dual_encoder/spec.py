@@ -95,7 +95,7 @@ class DualEncoderEvaluation(EvaluationSettings):
         return _METRICS.get(protocol, ()) + (_retrieval_metrics(_SOFTMAX) if has_softmax else ())
 
     def check_effects(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield an error for each flag that applies only to protocols that no evaluation uses."""
+        """Yield an error for each flag that none of the protocols in use reads."""
         try:
             protocols_in_use = {data.protocol or self.protocol for data in self.evaluated_data()}
         except UserError:

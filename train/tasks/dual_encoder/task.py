@@ -60,7 +60,8 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         """Open this rank's part of the clips and captions of the training split.
 
         Raises:
-            UserError: See `samples`; or the samples or the settings of an evaluation during training are unsuitable.
+            UserError: The split cannot be opened (see `samples`), all its captions are equal, or an evaluation during
+                training has unsuitable data or settings.
         """
 
         def open_folder(task: DualEncoderTask) -> "FolderSamples":
@@ -166,7 +167,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return samples
 
     def new_model(self, samples: "AnySamples") -> DualEncoder:
-        """Build both towers with the configured size, for the resolution of `samples`."""
+        """Build the model with the configured size, for the resolution of `samples`."""
         settings, shape = self._settings, self._shape
         if shape is None:
             size = size_of(settings.model, settings.towers)
@@ -187,7 +188,7 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
         return self.clips(batch, is_training=is_training), batch["text"] if "text" in batch else batch["tokens"]
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the training `inputs`, and the lengths of the captions as a NumPy array."""
+        """Return the training `inputs` and the captions' lengths as a NumPy array (None for stored embeddings)."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
@@ -231,16 +232,16 @@ class DualEncoderTask(ClipTask[DualEncoderSettings, "AnySamples", DualEncoder]):
 
 
 def _dataset_size(samples: "AnySamples", settings: DualEncoderSettings) -> DatasetSize | None:
-    """Return the size of the training set; None if the loss has no per-sample state.
+    """Return the size of the training set; None if the loss keeps no values for each sample.
 
     Raises:
-        UserError: The loss has per-sample state, but the samples are a stream without IDs.
+        UserError: The loss keeps values for each sample, but the samples are a stream without IDs.
     """
     if not settings.loss.spec.is_global:
         return None
     if samples.num_samples is None:
         raise UserError(
-            f"--loss.kind {settings.loss.kind} keeps state for each clip, but {settings.folder} is a stream",
+            f"--loss.kind {settings.loss.kind} keeps an average for each clip, but {settings.folder} is a stream",
             hint="use a data folder made by prep, or --loss.kind infonce",
             flags=("--loss.kind",),
         )
@@ -312,7 +313,10 @@ def with_source_towers(settings: DualEncoderSettings, source: Source | None, *, 
 
 
 def _temperature(settings: DualEncoderSettings, source: Source, *, say: Say) -> float | None:
-    """Return the temperature of the weights; print the reason and return None if the temperature is not used."""
+    """Return the temperature of the weights; None if it is missing or replaced by another temperature.
+
+    If the run uses a different temperature, the reason is printed.
+    """
     loss, tensors = settings.loss, source.converted.tensors
     if LOGIT_SCALE not in tensors:
         return None

@@ -2,14 +2,14 @@
 
 The predicted class of a clip is the class with the nearest embedding. The embedding of a class is the normalised mean
 of the unit-length embeddings of its prompts (each name of the class in each template). The rank of the correct class is
-1 + the number of other classes that score at least as high. Ties count against the model, so constant scores are always
-wrong.
+1 + the number of other classes that score at least as high. Ties count against the model, so constant scores get the
+worst ranks.
 
 A class file is a list or a table (clipmill.train.data.classes). A template file has one template per line, with {} or
 {c} for the name. Without a class file, classes and names come from a label of the captions:
 
     text (Kinetics' `class`)                the label is the name
-    number (EK-100's `verb`), or `action`   the names are the distinct texts of all captions with this label
+    number (EK-100's `verb`), or `action`   the names are the distinct texts of the split's captions with this label
 
 With a class file, a numeric label is a class number in the file, and a text label is looked up among the names in the
 file. Without a label, the text of the caption is looked up. A caption whose label or text is not among the names has no
@@ -73,7 +73,7 @@ class ClassPrompts:
         names: Names of each class, at least one per class.
         templates: Prompt templates; {} stands for a name.
         caption_ids: IDs of the captions that have a class, int64 [N], ascending.
-        class_of_N: Index of each of these captions' class, int64.
+        class_of_N: Class of each caption in `caption_ids`, as an index into `names`, int64.
         source: Description of the source of the classes.
         num_without_class: Number of captions in the split that have no class.
     """
