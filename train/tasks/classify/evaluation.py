@@ -103,9 +103,9 @@ class ClassTallies:
     """Tallies for the classes of a classifier and, if the classes are actions, for verbs and nouns.
 
     Attributes:
-        tallies: Tally of each kind of class, by label.
+        tallies: Tally for the classes of each label, such as `action`, `verb` and `noun`.
         parts: Index of each class's verb or noun, int64 [K], by label; empty if the classes are not actions.
-        predictions: Predictions for each kind of class, by label.
+        predictions: Predictions for each label.
     """
 
     classes: ClassList
@@ -133,7 +133,7 @@ class ClassTallies:
         self.predictions.setdefault(name, []).append(predictions)
 
     def by_class(self) -> list[dict[str, Any]]:
-        """Return this rank's results by class (`Predictions.by_class`), for each kind of class."""
+        """Return this rank's results by class (`Predictions.by_class`), for each label."""
         return [
             Predictions.join(self.predictions[name]).by_class(
                 self.classes.names if name == self.classes.label else list(map(str, range(len(tally.num_samples)))),
@@ -185,8 +185,8 @@ def score_classifier(
     """Score a model in evaluation mode on this rank's part of a split. All ranks must call this function.
 
     Args:
-        inputs: Function that takes a batch and returns clips [B, C, T, H, W], where T counts the frames of all
-            views, view after view.
+        inputs: Function that takes a batch and returns clips [B, C, T, H, W]. The frames of a clip's views follow each
+            other along T.
         num_views: Number of views per clip.
 
     Raises:

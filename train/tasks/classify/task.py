@@ -415,7 +415,7 @@ def cut_around(row: int, column: int, *, weight: float, size_px: int) -> Mix:
 
 
 def mix_clips(clips_BCTHW: torch.Tensor, partners_BCTHW: torch.Tensor, mix: Mix) -> torch.Tensor:
-    """Mix clips with their partners."""
+    """Mix each clip with its partner, which is the clip in the same row of `partners_BCTHW`."""
     if mix.box is None:
         return mix.weight * clips_BCTHW + (1 - mix.weight) * partners_BCTHW
     top, bottom, left, right = mix.box

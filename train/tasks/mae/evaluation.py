@@ -110,7 +110,7 @@ def evaluate_reconstruction(
     """Evaluate a model in evaluation mode. The mask of a sample depends only on the seed and the index of the sample.
 
     Args:
-        masked_clips: Source of inputs and targets.
+        masked_clips: Functions that compute the model's inputs, masks and targets for a batch.
         display: Selection of the clips and frames to display.
         autocast: Function that returns the autocast context for the model's precision.
 
@@ -266,7 +266,7 @@ def reconstruct(
 
 _NUM_CLIPS = 4
 _MAX_FRAMES = 4
-_SMALL_PX = 96  # images with a shorter side are enlarged without interpolation, and stored losslessly
+_SMALL_PX = 96  # smaller frames are enlarged without interpolation, and stored losslessly
 _PROTOCOL = (
     "mean squared error of the normalised values of masked cubes (per cube and channel); baseline: the error of "
     "predicting the mean of each cube; explained: 1 - loss / baseline"
@@ -290,7 +290,7 @@ def score_run(opened: OpenedRun, flags: ReconstructionFlags, *, split_remark: st
 
     Raises:
         UserError: The split has no clips.
-        FailedWork: No clip could be decoded.
+        FailedWork: No clip could be decoded, or predictions are not finite.
     """
     opened.require_complete()
     settings, trained, task = opened.settings, opened.trained, opened.task
@@ -339,7 +339,7 @@ def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> No
     Errors are printed, but do not make the run fail.
     """
     for folder in settings.folders:
-        # In a mixture, each folder has a separate result. With a single folder, the data are the run's own.
+        # In a mixture, each folder has a separate result. A single folder needs no `shards`: it is the run's default.
         _reconstruct(run, settings, shards=folder if len(settings.folders) > 1 else None, say=say)
 
 
@@ -384,5 +384,5 @@ def _figures(clips: Sequence[ReconstructedClip], samples: Samples[Any], *, num_f
 
 
 def image_uri(frame: NDArray[np.uint8]) -> str:
-    """Return an image (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG if it is small."""
+    """Return an image, uint8 RGB [H, W, 3], as a data URI: PNG if a side has fewer than 96 pixels, otherwise JPEG."""
     return png_uri(frame) if min(frame.shape[:2]) < _SMALL_PX else jpeg_uri(frame)

@@ -268,8 +268,8 @@ def normalised_cubes(
         video_BCTHW: Clips, as passed to the model.
         predicted_BM: Indices of the predicted cubes, int64.
         std: Standard deviations by which the channels were divided; None for latents. VideoMAE computes targets from
-            pixels before this division. This order matters only for the constant 1e-6. Therefore, the
-            constant is also divided by `std`.
+            pixels before this division. The order matters only for the constant 1e-6, which is therefore also divided
+            by `std`.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = pick_cubes(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
@@ -308,8 +308,8 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         """Open this rank's part of the chunks, or segments of latents, in the training split.
 
         Raises:
-            UserError: The split is empty, or its clips cannot be cropped and masked as the settings require; or the
-                data lack the evaluation split.
+            UserError: The split is empty, its clips cannot be cropped and masked as the settings require, or the data
+                or settings of an evaluation are unsuitable.
         """
         settings = self._settings
         per_chunk = settings.samples_per_chunk
@@ -365,7 +365,7 @@ class MaeTask(ClipTask[MaeSettings, "AnySamples", MaskedAutoencoder]):
         return MaskedReconstruction(self.masked_clips(samples, is_training=True))
 
     def masked_clips(self, samples: "AnySamples", *, is_training: bool = False) -> MaskedClips:
-        """Return the source of inputs and targets for the clips of `samples`."""
+        """Return the functions that compute inputs, masks and targets for the clips of `samples`."""
         settings = self._settings
         return MaskedClips(
             inputs=partial(self.inputs, is_training=is_training),
