@@ -219,7 +219,7 @@ _TOLERANCE = 1e-5  # maximum rounding difference between a clip's similarities t
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSize:
-    """Size of the training set, for allocating and updating the per-sample state of global losses.
+    """Size of the training set. Global losses store an average, and perhaps a temperature, for each clip and caption.
 
     Attributes:
         num_clips: Number of clips. Clip IDs range from 0 to num_clips - 1.
@@ -260,8 +260,8 @@ class ContrastiveObjective(Objective):
 
     Args:
         inputs: Function that converts a batch to the model's arguments.
-        dataset: Size of the training set; None if the loss has no per-sample state.
-        world: Ranks that share the global batch and the per-sample state.
+        dataset: Size of the training set; None if the loss stores no values for clips and captions.
+        world: Ranks that share the global batch and the state of the loss.
 
     Attributes:
         logit_scale: Logarithm of 1 / temperature, as in CLIP. None for losses without a temperature. Global losses
@@ -282,7 +282,7 @@ class ContrastiveObjective(Objective):
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
-        """Return the loss of the global batch and its gradients, and update the per-sample state.
+        """Return the loss of the global batch and its gradients, and update stored values of clips and captions.
 
         The caller must have disabled autograd.
         """
@@ -307,7 +307,7 @@ class ContrastiveObjective(Objective):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Clamp the temperature to [`min_temperature`, 1], as CLIP does."""
+        """Clamp the temperature to [`min_temperature`, 1], as open_clip does."""
         if self.logit_scale is not None:
             self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
 

@@ -8,7 +8,8 @@ log(epsilon + g_i), u_i replaces the value of g_i and is treated as a constant. 
 averages, because a clip may have a different caption in each epoch.
 
 The losses differ in their temperatures: SogCLR and FastCLIP v0, v1 and v3 have one temperature for all pairs; iSogCLR
-and FastCLIP v2 have one temperature per sample.
+and FastCLIP v2 have one temperature per sample. The state of a clip or caption is a row of numbers: log u_i and, if the
+sample has a temperature, the temperature and the moments of its optimizer.
 """
 
 import math

@@ -11,7 +11,7 @@ from clipmill.train.distributed.world import Step
 
 
 class Objective(nn.Module):
-    """Loss with its parameters (such as a temperature) and its per-sample state.
+    """Loss with its parameters, such as a temperature, and any values that it stores for samples of the training set.
 
     The parameters are small, and have the same values on all ranks. The loop trains them together with the model's
     parameters, and averages their gradients over the ranks. Checkpoints contain the `state_dict`. In the `state_dict`,

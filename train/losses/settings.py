@@ -26,7 +26,7 @@ class LossSpec:
             gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs the
             loss.
         settings: `--loss.*` settings of this loss that other losses may not use, with their published defaults. None
-            means that the setting is off by default. `convention`, `min_temperature` and `epsilon` are not listed,
+            means that the default depends on the run. `convention`, `min_temperature` and `epsilon` are not listed,
             because they are accepted with every loss.
     """
 
@@ -95,7 +95,7 @@ def _cosine_gamma(gamma: float, *, epochs: int) -> dict[str, Any]:
     return {"gamma": gamma, "gamma_schedule": "cosine", "gamma_epochs": epochs}
 
 
-# Rows of the presets. FastCLIP's table 3 lists different combinations only for v2.
+# Rows of the presets. FastCLIP's table 3 has different values for v2.
 _MBCL = _published_row("FastCLIP, appendix B, scaling performance")
 _MEDIUM = {
     "mbcl": _MBCL,
@@ -173,8 +173,8 @@ class Loss(Choice):
     """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: the published value
     of the loss."""
     gamma: Annotated[float | None, _PORTION] = None
-    """Weight of the new value in the moving averages of the global losses; with the cosine schedule, the final
-    weight. Default: the published value of the loss."""
+    """Weight of the new value in the moving averages of the global losses (sogclr, isogclr, fastclip-v0 to v3); with
+    the cosine schedule, the final weight. Default: the published value of the loss."""
     gamma_schedule: GammaSchedule | None = None
     """Schedule of gamma over epochs. cosine: from 1 down to --loss.gamma. Default: the published schedule of the
     loss."""

@@ -1,7 +1,8 @@
-"""Implementation of `train caption-chunks`: caption the chunks of a split with a captioner, in all processes.
+"""Implementation of `train caption-chunks`: caption the chunks (short videos in shards) of a split, in all processes.
 
-The clips are divided into parts with a fixed number of batches. Therefore neither the number of processes nor an
-interruption affects the batches or the bytes of the table. `prep manifest captions` reads this table. The files are:
+A clip is a chunk or a segment of a chunk. The clips are divided into parts with a fixed number of batches. Therefore
+neither the number of processes nor an interruption affects the batches or the bytes of the table. `prep manifest
+captions` reads this table. The files are:
 
     OUT.parquet         one row per caption: video, begin_s, end_s, text, source, likelihood, sample
     OUT.failures.jsonl  clips that could not be read or decoded, and have no row

@@ -107,7 +107,7 @@ def caption_video(
     videos
         Video files, or folders with videos.
     len
-        Window length. A remainder shorter than a quarter of this length is merged into the last window.
+        Window length, 100ms to 3600s. A remainder shorter than a quarter of this length is merged into the last window.
     out
         New file to write, or a folder for the subtitles of several videos. Default: lines on standard output.
     file_format

@@ -31,7 +31,7 @@ from clipmill.train.tasks.caption.spec import (
 
 # Function that chooses the next tokens [r] from their logits [r, W], the indices of the rows [r], and the position.
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts are removed from the batch and the cache as soon as at most this fraction of the texts is unfinished.
+# Finished videos are removed from the batch and the cache once at most this fraction of the videos is unfinished.
 _COMPACT_AT = 0.5
 _NEVER = -1e9  # score of an empty beam
 
@@ -98,8 +98,8 @@ def generate_captions(
         video: Clips, as passed to the generator.
         settings: Decoding settings.
         end_id: Token before and after a caption.
-        samples: Number that identifies each text, such as the index of its clip. Sampling depends on this number and on
-            the seed, but not on the other texts of the batch.
+        samples: One number per text, which identifies the text, such as the index of its clip. The random numbers for
+            a text depend on this number and on the seed, but not on the other texts of the batch.
         prompt_VP: First tokens of each text, int64. Default: the end token.
         rows_per_video: Number of texts per clip, in adjacent rows. Greedy and beam search support only 1.
     """
@@ -181,7 +181,7 @@ def make_sampler(settings: DecodingSettings, samples: Sequence[int], *, device: 
     """Return a function that applies temperature, top-k and top-p, in this order, and then samples tokens.
 
     Args:
-        samples: Number that identifies each text. The random numbers of a text depend on this number and on the seed.
+        samples: One number per text. The random numbers for a text depend on this number and on the seed.
     """
     sample_R = np.asarray(samples, dtype=np.int64)
     draws_RL = torch.from_numpy(

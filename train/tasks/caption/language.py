@@ -317,6 +317,9 @@ class LanguageDecoder:
         """Build the model in float32, with the weights in `folder`.
 
         The weights are random if `folder` is None, and are not read on the meta device.
+
+        Raises:
+            UserError: The weights cannot be read, or the model cannot generate text token by token.
         """
         from transformers import AutoModelForCausalLM
 

@@ -415,8 +415,8 @@ def _require_videos(misfits: Sequence[str], what: str) -> None:
 def best_constant(references: Mapping[str, Sequence[str]]) -> str:
     """Return the best constant caption: the caption with the highest mean CIDEr-D if it is used for every clip.
 
-    The mean CIDEr of a caption over all clips is a single product with the mean of the clips' vectors. CIDEr-D has no
-    such shortcut, so it is computed only for the captions with the highest CIDEr.
+    The mean CIDEr of a caption over all clips is a single dot product with the mean of the clips' n-gram vectors.
+    CIDEr-D has no such shortcut, so it is computed only for the captions with the highest CIDEr.
 
     Args:
         references: Captions of each clip, at least one per clip. Clips whose captions have no words are ignored.

@@ -339,8 +339,8 @@ def build_captioner(settings: CaptionerSettings, decoder: Decoder, *, attend: At
     """Build a captioner with random weights, except for a decoder that comes with weights.
 
     Raises:
-        UserError: The tower's width is not a multiple of its heads; the decoder's weights do not fit; or a clip has
-            fewer tokens than the prefix of the language model needs.
+        UserError: The tower's width is not a multiple of its number of heads; the decoder's weights do not fit; or a
+            clip has fewer tokens than the prefix of the language model needs.
     """
     tower = _tower(settings, attend=attend)
     if settings.num_views > 1:

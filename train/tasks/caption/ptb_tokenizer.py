@@ -24,7 +24,7 @@ from pathlib import Path
 _TABLE = Path(__file__).parent / "ptb_characters.tsv"
 Rewrite = Callable[[str], str]
 
-# The following lists of words are separated by spaces.
+# In the following lists, words are separated by spaces.
 
 # Abbreviations, which keep their full stop. A sentence may end with a word of the first group, but not with a word of
 # the second. If a letter follows directly, the groups also differ: "etc.x" is two tokens, but "mr.x" is one token.

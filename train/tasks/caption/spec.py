@@ -26,7 +26,7 @@ from clipmill.train.evaluation.tables import Cell, Row, Table, protocol_of
 from clipmill.train.spec import CurveGroup, EvaluationSpec, Features, FirstRun, TaskSpec
 
 Method = Literal["greedy", "sample", "beam"]
-VideoFormat = Literal["json", "srt"]  # format of `train caption-video`
+VideoFormat = Literal["json", "srt"]  # output format of `train caption-video`
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
 # Effective values of settings that are None.
@@ -61,16 +61,17 @@ class DecodingSettings(Checked):
     num_beams: Annotated[int | None, Range(1, 1000), _BEAM] = None
     """beam: number of beams. Default: 4."""
     length_penalty: Annotated[float | None, Range(), _BEAM] = None
-    """beam: length penalty: log probabilities are divided by the length to this power. Higher values favour longer
-    captions. Default: 1."""
+    """beam: length penalty, the exponent of the length by which the sum of log probabilities is divided. Higher values
+    favour longer captions. Default: 1."""
     early_stopping: Annotated[bool | None, _BEAM] = None
-    """beam: stop once there are as many finished captions as beams. Default: stop once no better caption can follow."""
+    """beam: stop once there are as many finished captions as beams. Default: continue while the best unfinished
+    caption scores higher than the worst finished caption."""
     min_tokens: Annotated[int, Range(least=0)] = 0
     """Minimum number of tokens before the end token."""
     max_tokens: Annotated[int | None, Range(least=1)] = None
     """Maximum number of tokens, including the end token. Default: 30, or the decoder's context if it is shorter."""
     seed: int = 0
-    """sample: random seed, combined with the index of the clip."""
+    """sample: random seed, combined with the index of the clip or, in video files, with the start of the window."""
 
     def rules(self) -> Iterator[UserError]:
         """Yield an error if the minimum length is not below the maximum length."""
@@ -92,12 +93,12 @@ def temperature_of(settings: DecodingSettings) -> float:
 
 
 def num_beams_of(settings: DecodingSettings) -> int:
-    """Return the number of captions that are generated in parallel for a clip."""
+    """Return the number of beams per clip."""
     return _NUM_BEAMS if settings.num_beams is None else settings.num_beams
 
 
 def length_penalty_of(settings: DecodingSettings) -> float:
-    """Return the length penalty: log probabilities are divided by the length to this power."""
+    """Return the length penalty: the sum of log probabilities is divided by the length to this power."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
@@ -117,7 +118,7 @@ def fit_decoding(settings: Decoding, context_length: int, *, is_stored: bool = F
         is_stored: True for settings that a run stored. Old runs stored the default of 30, which may exceed the context.
 
     Raises:
-        UserError: A limit that the user set exceeds the context.
+        UserError: A limit exceeds the context, or the minimum is not below the maximum.
     """
     min_flag, max_flag = settings.flag("min_tokens"), settings.flag("max_tokens")
     if is_stored and settings.max_tokens == _MAX_TOKENS:
@@ -289,7 +290,7 @@ class CaptionerSettings(ClipSettings):
         return adapts_lm or super().adapts_pretrained()
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for settings that the decoder does not support, for unsuitable captions, and for frame sizes."""
+        """Yield errors for settings that the decoder does not support, and for unsuitable captions and frame sizes."""
         yield from super().rules()
         if self.decoder.lm is not None and self.parallel.stages > 1:
             yield UserError(
@@ -338,7 +339,7 @@ def has_captioner(folder: Path) -> bool:
 
 
 def _value(path: Path, name: str) -> object:
-    """Return an entry of a JSON file; None if the file is missing or damaged (other code reports these errors)."""
+    """Return the value of a key in a JSON file; None if the file is missing or damaged, which other code reports."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError):

@@ -430,8 +430,9 @@ class CaptionLoss(Objective):
         inputs: Function that takes a batch and a slice of its rows, and returns normalised clips [R, C, T, H, W].
         end_id: Token that precedes the first token of a caption in the decoder's input.
         label_smoothing: Label smoothing (Szegedy et al. 2016, section 7).
-        num_prefix_tokens: Number of decoder tokens before each caption; None for a decoder without a prefix. With a
-            prefix, captions of similar length are grouped into microbatches.
+        num_prefix_tokens: Number of prefix tokens without a target: all but the last one, which predicts the caption's
+            first token. None for a decoder without a prefix. With a prefix, captions of similar length are grouped into
+            microbatches.
     """
 
     def __init__(
@@ -447,7 +448,12 @@ class CaptionLoss(Objective):
         self._num_prefix_tokens = num_prefix_tokens
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Accumulate this rank's gradients, and return the loss of the global batch with the number of tokens."""
+        """Accumulate this rank's gradients, and return metrics of the global batch.
+
+        Returns:
+            `loss`; `num_tokens`, the number of target tokens; and, with a prefix, `padding`, the fraction of the
+            decoder's positions that are padding.
+        """
         is_bucketed = self._num_prefix_tokens is not None
         if is_bucketed:
             batch, step = sort_by_length(batch), bucket_step(step, num_samples=len(batch["targets"]))

@@ -77,7 +77,8 @@ class CaptionTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """Return the token IDs of a caption, without the end token."""
-        # The caption does not end at the text of an end token. Copies of a tokenizer lose this setting.
+        # Encode the text of an end token as ordinary characters, so that it does not end the caption. Set this before
+        # each call, because a copied tokenizer loses the setting.
         self._tokenizer.encode_special_tokens = True
         ids: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
         return ids
@@ -222,7 +223,7 @@ class TargetCaptions(Captions):
         return self._make_tokenizer(self.all_texts())
 
     def visits_per_epoch(self, num_samples: int) -> float:
-        """Return the number of samples per epoch, so that an epoch contains about one visit per caption.
+        """Return the number of samples in an epoch, in which each caption is drawn about once.
 
         Args:
             num_samples: Number of clips. The result is at least this number.
@@ -251,7 +252,7 @@ class TargetCaptions(Captions):
         sample["targets"] = targets_KL
 
     def _draw_entries(self, request: SampleRequest) -> list[int]:
-        """Draw the captions of a training sample, and return their entries in order."""
+        """Return the indices of a sample's captions: a random draw in training, and the first captions otherwise."""
         choice = self.rows.choice
         entries = choice.entries(request.sample)
         if request.seed is None or len(entries) <= self._per_visit:

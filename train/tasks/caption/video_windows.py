@@ -311,7 +311,7 @@ class _FrameSampler:
 
     def __init__(self, frames: Iterator[TimedFrame], *, size_px: int) -> None:
         self._frames, self._size_px = frames, size_px
-        self._current = next(frames)  # also displayed before its presentation time, as in chunks
+        self._current = next(frames)  # the first frame, displayed even before its presentation time, as in chunks
         self._next = next(frames, None)
         self._square: tuple[Planes, int] | None = None
 
