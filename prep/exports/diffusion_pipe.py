@@ -8,7 +8,7 @@
     segments/cache/MODEL/ar_frames_1.000_F/text_embeddings_1/        items with texts, for models with a T5 encoder
 
 S is the side length of the frames in pixels, and F is the number of frames in a segment. An item is the dict of tensors
-that the trainer loads for a segment. The files shard_N.bin contain the items one after another, in the format of
+for the latents or the text of a segment. The files shard_N.bin contain the items one after another, in the format of
 torch.save. The SQLite file metadata.db contains their locations: the table `items` contains the shard of each item and
 its index in the shard, and the tables `shard_N` contain offsets and sizes. Texts are in the order of the list of
 segments. Latents are in the order in which the trainer shuffles this list, with a hash of S and F as the seed.

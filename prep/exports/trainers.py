@@ -6,14 +6,14 @@ simple file formats:
 
 finetrainers (huggingface/finetrainers) reads precomputed data with --precomputation_reuse:
 
-    finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption, and its mask
+    finetrainers-precomputed-data/condition-N.pt   the padded sequence of a caption and, except for Wan, its mask
     finetrainers-precomputed-data/latent-N.pt      the parameters of the posterior
 
 The trainer samples the posterior of each segment, and normalises the sample. The mean is exported as the stored latents
 with scaling and normalisation undone. The exported variance is almost zero, because the column does not contain it.
 
 musubi-tuner (kohya-ss/musubi-tuner, format_version 1.0.1) trains from its cache without the VAE and T5. Each segment
-has two safetensors files, whose names start with the same prefix:
+has a safetensors file with latents and, for Wan, a second file with the text. NAME is the name of the segment:
 
     NAME_00000-FFF_WWWWxHHHH_ARCH.safetensors   latents_T'xhxw_DTYPE [C, T', h, w]
     NAME_ARCH_te.safetensors                    varlen_t5_DTYPE [L, D]
@@ -58,7 +58,7 @@ _MAKE_TEXTS = f"run `prep {command_for(TEXT)} --encoder t5:NAME` to make sequenc
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of latents, and its caption: of the captions that overlap the segment, the one with the lowest ID.
+    """A segment of latents, and the overlapping caption with the lowest ID.
 
     Attributes:
         name: Key of the chunk, and index of the segment in the chunk.

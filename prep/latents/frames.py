@@ -47,9 +47,9 @@ def video_segments(sampled_frames: list[int], *, segment_frames: int, has_next: 
     """Divide frames of a chunk (the result of `frames_on_screen`) into segments for a video VAE.
 
     Segments have `segment_frames` frames, and the last frame of a segment is also the first frame of the next segment.
-    If a segment ends where the chunk ends, its last frame comes from the next chunk. At the end of a video (`has_next`
-    is false), an incomplete segment is omitted if `tail` is `drop`, and completed with copies of the last frame if
-    `tail` is `repeat`. At the end of any other chunk, an incomplete segment is omitted.
+    If a segment ends where the chunk ends, its last frame comes from the next chunk. If there is no next chunk, an
+    incomplete segment at the end is omitted if `tail` is `drop`, and completed with copies of the last frame if `tail`
+    is `repeat`. If there is a next chunk, an incomplete segment is omitted.
     """
     step = segment_frames - 1
     count, remainder = divmod(len(sampled_frames), step)

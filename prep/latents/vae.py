@@ -64,14 +64,15 @@ class Encoder:
         return pictures.unflatten(0, crops.shape[:-3]).to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Return the normalised latents of all parts: N pictures, uint8 [3, H, W], or segments, uint8 [F, 3, H, W].
+        """Return the normalised latents of a batch.
 
         Args:
+            parts: Pictures, uint8 [n, 3, H, W], or segments, uint8 [n, F, 3, H, W]; N in total.
             noise: Standard normal noise for sampling the posterior, with the shape of the result; None to use the mean
                 of the posterior.
 
         Returns:
-            Latents [N, C, h, w] or [N, C, T', h, w].
+            Latents, float32 [N, C, h, w] or [N, C, T', h, w].
 
         Raises:
             MemoryError: The GPU does not have enough memory for the batch.

@@ -10,12 +10,12 @@ These frames of a chunk are analysed:
 
 Luma always has the full range (0 black, 255 white), regardless of the range that the codec stores.
 
-Motion: the optical flow between a sample and its neighbour is computed on small luma with OpenCV's implementation of
-DIS (Kroeger et al., Fast Optical Flow using Dense Inverse Search, ECCV 2016). The camera motion is the similarity
-transform (translation, rotation, zoom) that explains the flow at the textured points of a grid, by least median of
-squares. All other flow is object motion. Without texture, flow cannot be observed, so pixels without texture are
-assumed to follow the camera. If texture covers too little of the picture to distinguish a moving camera from a moving
-object, the camera is assumed to be still.
+Motion: the optical flow between a sample and its neighbour is computed with OpenCV's implementation of DIS (Kroeger et
+al., Fast Optical Flow using Dense Inverse Search, ECCV 2016), on luma that is scaled down to a longer side of 128
+pixels ("small luma"). The camera motion is the similarity transform (translation, rotation, zoom) that explains the
+flow at the textured points of a grid, by least median of squares. All other flow is object motion. Without texture,
+flow cannot be observed, so pixels without texture are assumed to follow the camera. If texture covers too little of the
+picture to distinguish a moving camera from a moving object, the camera is assumed to be still.
 
 Cuts: PySceneDetect's ContentDetector compares each frame with the previous frame that it received. The detector
 receives all samples. If two samples differ by less than `REFINE_FRACTION` of the threshold, it receives no frames

@@ -36,7 +36,7 @@ from clipmill.shards.where import parse_where
 _HEIGHT_PX = 108
 _JPEG_QUALITY = 80
 NUM_SELECTED = 12  # maximum number of kept chunks, and of dropped chunks, whose pictures are shown
-NUM_CUT_CHUNKS = 8  # number of chunks whose cuts are shown; they are the chunks with the most cuts
+NUM_CUT_CHUNKS = 8  # maximum number of chunks whose cuts are shown; chunks with the most cuts come first
 NUM_CUT_PICTURES = 6  # maximum number of pictures of cuts per chunk
 SECTIONS = tuple(score for score in SCORES if score.title)
 _LANDMARKS = (("lowest", 0.0), ("1st quartile", 0.25), ("median", 0.5), ("3rd quartile", 0.75), ("highest", 1.0))
@@ -66,7 +66,7 @@ class Chunks:
         self._locations: dict[int, tuple[CommittedShard, int] | None] = {}
 
     def duplicate_key(self, row: int) -> str | None:
-        """Return the key of the earlier chunk that a chunk duplicates; None if the chunk is unique."""
+        """Return the key of the earlier chunk that a chunk duplicates; None if there is no such chunk."""
         original_row = self.table["duplicate_of"][row].as_py()
         return None if original_row < 0 else key_of_row(self.table, original_row)
 
@@ -221,7 +221,7 @@ def _page(chunks: Chunks, *, selection: Selection | None, on_picture: Callable[[
     )
     middles = [row for marks in score_landmarks.values() for _, row in marks]
     middles += [row for _, rows in groups for row in rows]
-    cut_times_s = {row: _cut_frames_s(chunks, row) for row in cut_rows}
+    cut_times_s = {row: _choose_cut_times_s(chunks, row) for row in cut_rows}
     pictures = chunks.thumbnails(middles, cut_times_s, on_picture=on_picture)
 
     def describe_chunk(row: int, name: str = "", value: float | None = None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _distribution(score: Score, values: NDArray[np.float64], *, selection: Selec
     return {"histogram": values_histogram, "num_unknown": int((~is_known).sum())}
 
 
-def _cut_frames_s(chunks: Chunks, row: int) -> list[float]:
+def _choose_cut_times_s(chunks: Chunks, row: int) -> list[float]:
     return evenly_spaced_items(chunks.table["cut_times_s"][row].as_py(), at_most=NUM_CUT_PICTURES)
 
 
