@@ -1,1 +1,1 @@
-"""Batches from shards: sample order, clip arithmetic, decoding, cropping, loading."""
+"""Batches from shards: sample order, frame sampling, decoding, cropping, loading."""

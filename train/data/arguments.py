@@ -1,4 +1,4 @@
-"""Checks of the Python interface's arguments, and the names of these arguments in error messages."""
+"""Checks of the Python interface's arguments, and error messages that mention arguments instead of flags."""
 
 import inspect
 import os

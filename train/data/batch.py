@@ -1,8 +1,8 @@
 """Batches: their entries, the collation of samples, and the transfer to the device.
 
-    input        "pixels" or "latents"  name of the model's input: `video` or `latents`
+    input        "pixels" or "latents"  input of the model: `video` for "pixels", `latents` for "latents"
     position     int64 [B]            position in the endless sample order (clipmill.train.data.order)
-    key          sequence of B strings  key of the chunk in which the clip begins
+    key          sequence of B strings  key of the chunk in which the clip begins, or name of the sample in a tar
     clip_id      int64 [B]            ID of the clip, 0 <= ID < `num_clips` of the samples
     caption_id   int64 [B]            ID of the caption in the manifest, 0 <= ID < `num_caption_ids` of the samples
     relevancy    float32 [B]          relevancy of the caption for the clip, if captions are drawn by relevancy
@@ -15,7 +15,7 @@
     time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
                                       time of each latent frame; nan for images and padding. T counts the frames of
                                       all temporal views. The entry stays on the CPU
-    is_padded    bool [B, T]          for clips at given times: True for frames whose time lies outside the video
+    is_padded    bool [B, T]          for clips at given times: True for moments outside the video or the row's span
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)
     tokens       int64 [B, L]         token IDs of the caption
     latents      float16 or bfloat16 [B, T, C, h, w]  latents of the segment, scaled as their recipe specifies. For a
@@ -96,7 +96,7 @@ class Batch(TypedDict, total=False):
     num_frames: "torch.Tensor"
     text: "torch.Tensor"
     text_mask: "torch.Tensor"
-    num_tokens: "torch.Tensor"
+    num_tokens: "torch.Tensor"  # only during the collation of stored sequences
     text_row: "torch.Tensor"
     length: "torch.Tensor"
     caption: list[str]

@@ -37,6 +37,7 @@ class Batches:
         classes: Classes of the labels; None without labels.
         world: Rank and number of ranks; None for `joined_world()`.
         batch: Number of samples in this rank's batch.
+        shuffle, device, max_failures: See `open_clips`.
 
     Attributes:
         failures: Samples that have failed so far, with key, reason and detail (clipmill.train.data.outcomes). If there
@@ -212,7 +213,14 @@ class Batches:
             raise
 
 
-_KINDS = {"position": Integral, "taken": Integral, "seed": Integral, "ahead": list, "samples": str, "shuffle": bool}
+_TYPES = {
+    "position": Integral,
+    "taken": Integral,
+    "seed": Integral,
+    "ahead": list,
+    "samples": str,
+    "shuffle": bool,
+}
 _SAME_DATA_HINT = (
     "open the same data in the same order, with the split, where=, captions, segment= and seed= of the state"
 )
@@ -220,7 +228,7 @@ _SAME_DATA_HINT = (
 
 def _is_valid(state: Mapping[str, Any]) -> bool:
     """Return True if the entries have the types and ranges of a state that `state_dict` returns."""
-    if not all(isinstance(state[name], kind) for name, kind in _KINDS.items() if name in state):
+    if not all(isinstance(state[name], expected) for name, expected in _TYPES.items() if name in state):
         return False
     numbers = (state["position"], state["taken"], *state["ahead"])
     return all(isinstance(number, Integral) and int(number) >= 0 for number in numbers)

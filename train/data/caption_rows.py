@@ -1,8 +1,8 @@
 """Usable captions of a split, and the grouping of these captions into a table of clips.
 
-Captions are ordered by video and time (clipmill.manifests.caption_spans). If several captions share a
-span, the chunks of this span are looked up only once. Texts are not copied. The resulting arrays are allocated with
-`scratch`, so that tens of millions of captions take little memory.
+Captions are ordered by video and time (clipmill.manifests.caption_spans). If several captions share a span, the chunks
+of this span are looked up only once. Texts are not copied. The resulting arrays are allocated with `scratch`, so that
+tens of millions of captions take little memory.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class UsableCaptions:
         begin_us, end_us: Span to show in the video, microseconds.
         first_chunk, last_chunk: First and last chunk of the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
-        num_shortened: Number of captions that are shortened to the end of the last chunk of their video.
+        num_shortened: Number of captions that are shortened because they end more than a frame after the last chunk.
     """
 
     caption: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""`Captions`: chooses the caption of a sample, and adds it as tokens, as text or as an embedding.
+"""`Captions` chooses the caption of a sample, and adds it as tokens, as text or as an embedding.
 
 In training, a source is drawn by weight. Then one of the clip's captions from this source is drawn, with equal
 probability. The draws are pure functions of (seed, position). An evaluation uses the first caption of the first source.
@@ -39,7 +39,7 @@ class Annotations(Protocol):
     """Annotations that are added to the frames of samples, such as captions or labels."""
 
     def add(self, sample: Sample, request: "SampleRequest") -> None:
-        """Add the entries to the sample in row `request.sample` of the table."""
+        """Add the annotations to the sample in row `request.sample` of the table."""
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,9 @@ _MS_PER_S, _LABEL = 1000, "label_"
 def chunks_table(data: str | Path, *, cache: Path | None = None) -> pa.Table:
     """Return the chunks of all splits as a pyarrow table, ordered by video and time; no video is decoded.
 
-    The columns are `key`, `video_id` and `split`; `begin_s` and `end_s` (seconds in the video); and, with one entry per
-    caption whose span overlaps the chunk, ordered by ID: `captions` (list of strings), `caption_id` (list of int64),
-    and each label column `label_NAME` (list of strings). After `prep scores`, the table also contains each score and
+    The columns are `key`, `video_id`, `split`, `begin_s` and `end_s` (seconds in the video). The columns `captions`
+    (strings), `caption_id` (int64) and `label_NAME` (values of a label) contain lists with one item per caption whose
+    span overlaps the chunk, ordered by caption ID. After `prep scores`, the table also contains each score and
     `duplicate` (bool: the chunk looks like a chunk of an earlier video), which are null for chunks without scores.
 
     Args:

@@ -1,4 +1,4 @@
-"""Chunks of a split in the `video` column, and the clips that are made from them.
+"""Chunks, the pieces into which `prep chunk` cuts videos, and the clips that are made from them.
 
 `ClipQuery` describes the clips. `ChunkSet` opens and reads the chunks. `ClipReader` decodes the chunks into clips.
 """
@@ -206,7 +206,7 @@ class ChunkSet:
         )
 
     def times(self, chunk: int) -> ChunkTimes:
-        """Return the times of a chunk and its frames in the video.
+        """Return the times of a chunk and of its frames in the video.
 
         Raises:
             SampleFailed: The frames are in a source file, and their times cannot be read.
@@ -242,7 +242,7 @@ class ChunkSet:
     def _num_open(self) -> int:
         """Number of shards whose chunks cannot be decoded from packets, because their GOPs are open.
 
-        Only the first chunk of each shard is examined, because all chunks of a shard have the same recipe.
+        Only the first chunk of each shard is examined, because all chunks of a shard have the same encoder settings.
         """
         if self.rule != "packets":
             return 0

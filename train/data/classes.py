@@ -221,7 +221,7 @@ def _first_names(names: Sequence[str]) -> str:
 Names = tuple[tuple[str, ...], ...]
 _TABLE, _UNUSED = ("id", "key"), ("instances", "category")
 _FORMAT_HINT = "use the published EPIC_100_verb_classes.csv (id,key,instances,category), or one class name per line"
-# If the first line has several words, and one of them is in this set, it is a header and not a class name.
+# A first line of several single words is a header and not a class name, if one of the words is in this set.
 _HEADER_WORDS = frozenset({"id", "key", "name", "label", "class", "category", "index", "class_id", "class_name"})
 _WORD = re.compile(r"\w+")
 
@@ -230,7 +230,8 @@ def read_class_file(path: Path) -> Names:
     """Read the names of each class from a file with one class per line. A class may have several names.
 
     Raises:
-        UserError: The file cannot be read, is empty, is a table with other columns, or contains a duplicate name.
+        UserError: The file cannot be read, contains no class names, is a table with other columns, has a line without a
+            name, or contains a duplicate name.
     """
     lines = [line.strip() for line in text_lines(path) if line.strip()]
     header = header_cells(lines[0]) if lines else []
@@ -238,13 +239,15 @@ def read_class_file(path: Path) -> Names:
     is_header = len(words) > 1 and all(map(_WORD.fullmatch, words)) and not _HEADER_WORDS.isdisjoint(words)
     if set(_TABLE) <= set(header) <= {*_TABLE, *_UNUSED}:
         classes = _names_of_table(path)
-    elif path.suffix.lower() == ".csv" or is_header:
-        first_line = on_one_line(lines[0]) if lines else ""
+    elif lines and (path.suffix.lower() == ".csv" or is_header):
+        first_line = on_one_line(lines[0])
         raise UserError(f"{path} is not a list of classes: it begins with the line {first_line!r}", hint=_FORMAT_HINT)
     else:
         classes = tuple(tuple(name.strip() for name in line.split("|") if name.strip()) for line in lines)
     names = [name for names_of_class in classes for name in names_of_class]
-    if not all(classes) or not names:
+    if not classes:
+        raise UserError(f"{path} contains no class names", hint=_FORMAT_HINT)
+    if not all(classes):
         raise UserError(
             f"{path} has a line without a name", hint="write one class per line, with | between several names"
         )

@@ -27,7 +27,8 @@ _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
 _SNAP_PX = 3  # a crop side that differs from the frame's side by fewer pixels is set to the frame's side
-# Offsets of a multi-scale crop, in quarters of the free space: corners, centre, edge midpoints and points between.
+# Offsets of a multi-scale crop, in quarters of the free space: corners, centre, midpoints of edges, and points halfway
+# between centre and corners.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
 
 CropRule = Literal["random", "simple", "multi-scale", "centre"]
@@ -166,8 +167,8 @@ class CroppedPlanes:
 
     Resizing is bilinear. If width or height shrinks to half or less, areas are averaged instead, because bilinear
     interpolation would skip pixels. If OpenCV has Intel's IPP (x86), resizing is a third faster and rounds to the
-    nearest level, with identical results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights, so that
-    5 % of the pixels are darker by one level.
+    nearest level, with identical results for SSE4.2, AVX2 and AVX-512. Without IPP, OpenCV rounds the weights, so 5 %
+    of the pixels are darker by one level.
 
     Args:
         size_px: Height of the resized frames, and their width unless `width_px` is given. Both must be even.

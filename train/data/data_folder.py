@@ -210,12 +210,12 @@ def chunk_table(variant: Variant, video_ids: pa.Array) -> tuple[ChunkTable, froz
 
 
 def column_of(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return the values of a column without nulls: a view of a single Arrow chunk, or a scratch array."""
+    """Return the values of a column without nulls: a view of a single Arrow chunk, or an array from `scratch`."""
     parts = [chunk.to_numpy() for chunk in column.chunks]
     if len(parts) == 1:
         return parts[0]
-    kind = column.type.to_pandas_dtype()
-    return np.concatenate(parts, out=scratch(len(column), kind)) if parts else np.empty(0, kind)
+    dtype = column.type.to_pandas_dtype()
+    return np.concatenate(parts, out=scratch(len(column), dtype)) if parts else np.empty(0, dtype)
 
 
 def rows_with_video(
@@ -231,7 +231,7 @@ def rows_with_video(
 
 
 def rows_of(values: pa.ChunkedArray, keys: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `keys`, or -1. The entries of a dictionary array are looked up only once."""
+    """Return the position in `keys` of each value; -1 if missing. Entries of a dictionary are looked up only once."""
     indices = [np.empty(0, np.int64)]
     last_lookup: tuple[pa.Array, NDArray[np.int64]] | None = None
     for chunk in values.chunks:
@@ -245,7 +245,7 @@ def rows_of(values: pa.ChunkedArray, keys: pa.Array) -> NDArray[np.int64]:
 
 
 def index_in(values: pa.Array, keys: pa.Array) -> NDArray[np.int64]:
-    """Return the index of each value in `keys`, or -1. Each call hashes all keys."""
+    """Return the position in `keys` of each value; -1 if missing. Each call hashes all keys."""
     return pc.fill_null(pc.index_in(values, value_set=keys), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -335,18 +335,13 @@ class Selection:
         return np.arange(self._num_chunks) if self.chunks is None else np.flatnonzero(self.chunks)
 
     @property
-    def has_captions(self) -> bool:
-        """True if the expression has conditions on captions."""
-        return self._caption_where is not None
-
-    @property
     def depends_on(self) -> tuple[object, ...]:
         """Values that identify everything that affects the selection, except the chunks and the manifest."""
         return selection_mark(None if self._where is None else self._where.text, self._data_dir)
 
     @property
     def text(self) -> str:
-        """Expression in the form that is used in fingerprints; empty without an expression."""
+        """Expression after the word `where`, for fingerprints; empty without an expression."""
         return "" if self._where is None else f" where {self._where.text}"
 
     def select_captions(self, table: pa.Table | None = None) -> NDArray[np.bool_] | None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from clipmill.shards.timeline.pictures import UprightFilter
 
 
+# "packets" decodes individual packets. For comparisons, "plain" and "filter" decode complete files, and "filter" also
+# crops and resizes in libav's filter graph.
 DecodeRule = Literal["packets", "filter", "plain"]
 
 

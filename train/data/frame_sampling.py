@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTimes:
-    """Times of a chunk and its frames in the video.
+    """Times of a chunk and of its frames in the video.
 
     Attributes:
         start_ms: Start of the chunk in the video, milliseconds.
@@ -89,7 +89,7 @@ class ChunkTimes:
         return self.start_ms * 1000 + Fraction(self.num_frames * self.fps_den * US_PER_S, self.fps_num)
 
     def frame_at(self, numerator: int, denominator: int) -> int:
-        """Return the frame on screen at numerator / denominator microseconds, at or after the start of the chunk."""
+        """Return the frame on screen at numerator / denominator microseconds, which must not precede the chunk."""
         after_start = numerator - self.start_ms * 1000 * denominator
         return min(after_start * self.fps_num // (self.fps_den * US_PER_S * denominator), self.num_frames - 1)
 

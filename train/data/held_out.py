@@ -36,7 +36,8 @@ class HeldOut:
 
     Attributes:
         num_clips: Number of distinct clips.
-        num_chunks: Number of chunks in which the clips begin; 0 if no chunk looks like a chunk of `trained_split`.
+        num_chunks: Number of chunks in which the clips begin; 0 if no chunk of the evaluated split looks like one of
+            `trained_split`.
         num_alike: Number of chunks that contain the start of a clip and look like a chunk of `trained_split`; None
             without scores.
         trained_split: Split that was used for training.

@@ -47,7 +47,7 @@ from clipmill.train.data.workers import StuckResult, map_in_order
 
 # If a sample has several images, the first extension in this order is used, as in open_clip.
 EXTENSIONS = ("jpg", "png", "jpeg", "webp")
-# Label that is stored in a member of its own, and the member's extension. Other labels are stored in the json.
+# Label that is stored in a separate member, and this member's extension. Other labels are keys of the json.
 LABEL, _CLASS = "class", "cls"
 MAX_IMAGE_BYTES = 1 << 28  # maximum size of an image file
 _LIMITS = dict.fromkeys(("txt", "json", _CLASS), MAX_TEXT_BYTES)
@@ -64,7 +64,7 @@ class TarIndex:
         keys: Key of each sample.
         captions, classes: Caption and class of each sample; '' if missing.
         offset, size: Offset and size of each image in the tar, bytes, int64 [R].
-        left_out: Samples without a readable image, by reason (`OmittedItems.as_list`).
+        left_out: Omitted samples, by reason (`OmittedItems.as_list`).
         first_video: Key of the first sample that has a video; '' if there is none.
         damage: Reason why the tar cannot be read to its end; '' if it is intact.
         order_sha256: SHA-256 hash of keys and sizes.

@@ -57,7 +57,7 @@ class ClipFinisher:
     Attributes:
         samples: Clips, images, a stream, or a mixture of data folders.
         settings: Settings, including normalisation and augmentation. Without a pixel mean, clips stay uint8.
-        rgb: True if the loader returns RGB frames.
+        rgb: True for RGB frames in the caller's batch; False for YUV frames.
         views: Temporal and spatial views of each clip in an evaluation.
         is_training: True to augment the clips.
         all_captions: True to add `captions`, the list of all captions of each clip.
@@ -187,17 +187,17 @@ def open_clips(
 
     Args:
         data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
-            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain `folder`: the
-            index in this list of each clip's data folder or image tars.
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain
+            `folder`, the position of each clip's data folder or image tars in the list.
         mix: Sampling weights of the folders of a mixture. Default: weights proportional to the folders' numbers of
             samples. Every folder has its own epochs; an epoch of `Batches` has as many samples as all folders combined.
         split: Split of the manifest. Tars have no splits, so all their clips are used.
         where: Condition that selects clips, such as "motion > 0.2 and words > 3" (docs/data.md).
         variant: Name of the column variant to read (see `prep status`), or a list of names for several columns.
             Default: the current variants. `prep gc` does not delete a variant while batches that read it exist.
-        views: Names of cameras, such as ("top", "wrist"). A clip then shows one span from each camera. The spans belong
-            to captions of one group, and frames have the same offsets from the starts of the spans. `video` is
-            [B, V, ...], and `time_s` is [B, V, T].
+        views: Names of cameras, such as ("top", "wrist"). A clip then shows one span from each camera: the spans of
+            captions with the same `group` (docs/python.md). Frames of all cameras have the same offsets from the starts
+            of their spans. `video` is [B, V, ...], and `time_s` is [B, V, T].
         batch: Batch size of this process.
         num_frames, size_px, sampling, stride, crop, min_crop_area: See the `train dual-encoder` flags of the same
             names.
@@ -255,8 +255,8 @@ def open_clips(
             hint="omit label=, or omit captions=, sources= and min_relevancy=",
         )
     if size_px < 1 or ((rgb or is_normalised) and size_px % 2):
-        kind = "even number, because chroma has half the resolution of luma" if rgb or is_normalised else "number"
-        raise UserError(f"size_px is {size_px}", hint=f"use a positive {kind}")
+        noun = "even number, because chroma has half the resolution of luma" if rgb or is_normalised else "number"
+        raise UserError(f"size_px is {size_px}", hint=f"use a positive {noun}")
     ranks = arguments.explicit_world(rank, world)
     this_world = ranks or joined_world()
     settings = ClipSettings(
@@ -352,9 +352,9 @@ def read_clips(
     """Open clips at given times. Each row of a table selects the frames on screen at offsets from the row's time.
 
     Batches contain `video`, `time_s` (float64 [B, T], time at which each frame appeared on screen, in seconds),
-    `is_padded` (bool [B, T]), and `row` (int64 [B], index in the table). If an offset points outside the video, the
-    first or last frame is shown and marked in `is_padded`. A row fails if its time is outside the video or in a missing
-    chunk.
+    `is_padded` (bool [B, T]), and `row` (int64 [B], index in the table). If an offset points outside the video or the
+    row's span, the first or last frame is shown and marked in `is_padded`. A row fails if its own time lies outside, or
+    if a chunk that contains one of its frames is missing.
 
     Args:
         data: Path or URL of a data folder that prep made.
@@ -475,13 +475,13 @@ def open_latents(
     cache: Path | None = None,
     cache_size: str | None = None,
 ) -> Batches:
-    """Open the segments of a split: VAE latents made by `prep latents`. Each segment has a caption or a class.
+    """Open segments of the VAE latents that `prep latents` made, each with a caption, a class, or neither.
 
     Args:
         data: Path or URL of a data folder that prep made; or a list of folders, for a mixture. All folders must contain
             latents from the same VAE.
         segment: Length of a segment, such as "5s"; it must be a whole number of frames. Default: the length of the
-            stored segments of a video VAE; 5 s for other latents.
+            segments that a video VAE encoded; 5 s for latents of single frames.
         max_segments: Maximum number of segments per video, evenly spaced; None for all.
         tails: Treatment of the frames after the last full segment of a chunk: "drop" them, or "pad" them with zeros to
             a full segment.

@@ -24,7 +24,8 @@ from clipmill.train.data.order import SEPARATOR, Cursor, LoaderState, SampleOrde
 from clipmill.train.data.outcomes import BatchBuilder, LoadedBatch
 from clipmill.train.device.random import Positions, generator
 
-# Numbers of positions in a block: the first blocks are small, so that the first batch is ready early.
+# Positions in the first block, growth from block to block, and maximum. The first blocks are small, so that the first
+# batch is ready early.
 _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 
@@ -56,7 +57,7 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order.
+        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order (`SampleOrder`).
         positions: Positions in the order, int64 [N]; in an evaluation, equal to `samples`.
         seed: Seed of random choices; None in an evaluation.
     """

@@ -271,7 +271,7 @@ class VerifiedMembers:
 
 
 def member_rows(variant: Variant) -> ChunkRows:
-    """Return the verified rows of a variant's merged table or, if the table is missing, of the variant's indexes.
+    """Return the verified rows of a variant's indexes, from their merged table or, if it is missing, from the indexes.
 
     Raises:
         UserError: The table or an index is damaged, or an index differs from the committed index.
@@ -295,7 +295,7 @@ def places_of(
     shard_of: NDArray[np.int64],
     array_bytes: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the place of the npy array in each row of a merged table, and the size of its header in bytes.
+    """Return the place of the npy array of each row of a merged table, and the size of its header in bytes.
 
     Args:
         starts: Place of each shard's tar.

@@ -1,7 +1,8 @@
 """Mixtures: samples from several data folders, read by a single loader, and the order of these samples.
 
 The tables of the folders stay independent. The samples, clips and captions of a mixture are numbered one folder after
-another, so that a loss can keep state for each clip or caption. Failures contain the path or URL of their folder.
+another, so that a loss can keep state for each clip or caption. A failure contains the path or URL of the sample's
+folder.
 """
 
 import hashlib
@@ -419,7 +420,7 @@ class MixedReader(ThreadedReader):
         decoders = [reader.decoder for reader in self._readers if reader.decoder is not None]
         for reader in self._readers:
             if reader.decoder is not None:
-                # Share one decoder among all folders, because a decoder keeps codec contexts.
+                # Share one decoder among all folders, because each decoder keeps codec contexts in memory.
                 reader.decoder = decoders[0]
 
     @property

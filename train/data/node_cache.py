@@ -135,10 +135,10 @@ def index_type(count: int) -> type[np.int32 | np.int64]:
 
 
 class Rows:
-    """Array that grows up to `limit` values, in memory from `scratch`."""
+    """Array that grows to at most `limit` values, allocated with `scratch`."""
 
-    def __init__(self, limit: int, kind: Any) -> None:
-        self._array, self._count = scratch(limit, kind), 0
+    def __init__(self, limit: int, dtype: Any) -> None:
+        self._array, self._count = scratch(limit, dtype), 0
 
     def __len__(self) -> int:
         return self._count
@@ -239,7 +239,7 @@ def _mark_of(path: Path) -> Path:
 
 
 def _state(path: Path) -> str:
-    """Return a string that changes if the file changes or the machine reboots, from boot ID and file status."""
+    """Return boot ID and file status as a string, which changes if the machine reboots or the file changes."""
     state = path.stat()
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(time.monotonic_ns())
     return f"{boot} {state.st_ino} {state.st_size} {state.st_mtime_ns}"

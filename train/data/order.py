@@ -5,8 +5,8 @@ alternating Feistel network on the smallest power of two that is large enough, a
 the result is a valid sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The order needs no
 table, so 10^9 samples cost as much as ten, and does not depend on the number of workers or ranks.
 
-Positions continue across epochs: position p is position p % num_samples of epoch p // num_samples. Each rank uses every
-num_ranks-th group of positions (`Share`).
+Positions continue across epochs: if an epoch has P positions, position p is position p % P of epoch p // P. Each rank
+uses every num_ranks-th group of positions (`Share`).
 
 With groups of G samples, groups are permuted instead of samples. Group g consists of the samples g * G to
 g * G + G - 1, which stay adjacent. If G does not divide the number of samples, the last group of every epoch is
@@ -148,7 +148,7 @@ class LoaderState(TypedDict):
     samples: str  # fingerprint of the sample set
 
 
-class Cursor(NamedTuple):  # a NamedTuple for the same reason as `LoadedBatch`
+class Cursor(NamedTuple):  # a dataclass takes twice as long to create
     """Positions that have been used: all positions before `position`, and later positions in `ahead` (ascending)."""
 
     position: int

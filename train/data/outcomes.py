@@ -22,7 +22,7 @@ Reasons:
     undecodable       the decoder reports an error, or the file is truncated
     frame_missing     the decoder does not output a requested frame
     chunks_differ     the chunks of a clip differ in resolution or colour space
-    chunk_missing     no chunk covers a requested moment (clips at given times)
+    chunk_missing     a requested moment lies outside its video or span, or in a missing chunk (clips at given times)
     empty_span        no frame of the file lies in the span of the caption (streams only)
     stuck             reading or decoding took longer than the time limit
 

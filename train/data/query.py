@@ -85,7 +85,7 @@ class DataQuery:
         return replace(clip_shape(self.settings, views=self.views), rgb=self.is_rgb)
 
     def open_folder(self, *, column: str) -> DataFolder:
-        """Open the data folder, and one column if the folder is remote; raise UserError if it cannot be read."""
+        """Open the data folder in order to read a column; raise UserError if the folder cannot be read."""
         settings = self.settings
         return open_data_folder(settings.folder, cache=settings.cache, cache_size=settings.cache_size, column=column)
 

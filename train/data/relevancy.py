@@ -109,7 +109,7 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     sentences, column_of_M = sentences.distinct_rows()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # A triple determines each value: 1 if the verbs are equal or 0, the number of shared nouns, the size of the union.
+    # A triple determines each value: whether the verbs are equal, and the numbers of nouns in intersection and union.
     num_shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     iou = np.divide(num_shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)

@@ -79,7 +79,7 @@ class RemoteFiles:
 
     def __init__(self, objects: Objects, copy: Path) -> None:
         self.objects, self.copy = objects, copy
-        self._users: list[object] = []  # holders of the marks of columns
+        self._marks: list[object] = []  # marks that keep prep gc from deleting the columns in use
         enable_marks(copy, objects)
 
     def copy_manifest(self) -> None:
@@ -106,7 +106,7 @@ class RemoteFiles:
         if variant is None:
             address = self.objects.url
             raise UserError(f"{address} has no {column} shards", hint=f"run {how_to_make(column, address)}")
-        self._users.append(leave_mark(self.copy / column / variant))  # before copying, so that prep gc keeps it
+        self._marks.append(leave_mark(self.copy / column / variant))  # before copying the files that it protects
         with (
             self._errors(missing=f"run prep {command_for(column, variant)}"),
             self._lock_copy(f"{column}-{variant}") as is_due,
@@ -451,7 +451,8 @@ class RemoteTars:
 
     Attributes:
         gap_bytes: Maximum number of unneeded bytes between two ranges that are read with a single request.
-        num_readers: Number of threads that read clips ahead of decoding. A request takes tens of milliseconds.
+        num_readers: Number of threads that read clips ahead of decoding. It is large, because a request takes tens of
+            milliseconds.
     """
 
     files: RemoteFiles

@@ -11,7 +11,7 @@ A table consists of arrays. A large table is made once per machine and stored as
 (clipmill.train.data.node_cache). The file is identified by a digest of everything that affects the table, and all ranks
 memory-map the file.
 
-Suffixes: N rows, R runs, P captions of rows, C captions, L labels.
+Shape suffixes: N rows, L class lists.
 """
 
 import hashlib

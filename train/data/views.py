@@ -4,8 +4,8 @@ If a caption has a group and a view, its span is the recording of the event `gro
 have several spans per view, such as the parts of an episode: the first spans of all views form a moment, the second
 spans form the next moment, and so on. The times of a clip's frames are sampled from the first view's span, up to the
 length of the shortest span of all views. All views show the frames at the same offsets from the starts of their spans;
-frame rates of cameras may differ. It is an error if a group lacks a view. If a view was not encoded, the moment is
-omitted and counted.
+frame rates of cameras may differ. It is an error if a group lacks a view. If a view has no usable chunks for a
+moment, the moment is omitted and counted.
 
 Shape suffixes: V views, N rows.
 """
@@ -108,7 +108,7 @@ class GroupedCaptions:
         for spans in self._spans[1:]:  # unusable spans of the first view are reported with all other unusable captions
             is_shown &= np.isin(np.arange(len(is_shown)), spans.caption)
         num_hidden = int((~is_shown).sum())
-        self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no chunks" if num_hidden else ""
+        self.remark = f"{count_noun(num_hidden, 'moment')} with a view that has no usable chunks" if num_hidden else ""
         moment = first_view.span_index
         self._moment_of = dict(zip(first_captions["caption_id"].to_pylist(), moment.tolist(), strict=True))
         self.captions: pa.Table = first_captions.filter(pa.array(is_shown[moment]))

@@ -171,7 +171,7 @@ def test_groups_whose_view_was_not_encoded_are_omitted_and_counted(robot: Path) 
     try:
         write(robot, [*captions_of(SPANS)[:3], unmade])
         with open_batches(robot, batch=1) as clips:
-            assert clips.num_samples == 1 and "1 moment with a view that has no chunks" in repr(clips)
+            assert clips.num_samples == 1 and "1 moment with a view that has no usable chunks" in repr(clips)
     finally:
         write(robot, captions_of(SPANS))
 

@@ -137,7 +137,8 @@ def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
     [
         ("classes", "a\na\n", "'a' twice"),
         ("classes", "a\n|\n", "a line without a name"),
-        ("classes", "\n", "a line without a name"),
+        ("classes", "\n", "contains no class names"),
+        ("classes", "id,key\n", "contains no class names"),
         ("templates", "a video\n", "template 'a video'"),
         ("templates", "\n", "contains no templates"),
     ],

@@ -1,4 +1,4 @@
-"""`LatentReader`: reads segments of latents in blocks, and collates them with their captions or labels.
+"""`LatentReader` reads segments of latents in blocks, and collates them with their captions or labels.
 
 `MixedLatentReader` reads the segments of several data folders.
 """
@@ -189,7 +189,7 @@ class LatentRing:
 
     Args:
         segments: Segments with the shape of the samples.
-        loading: Settings with the maximum batch size and the kind of memory.
+        loading: Loader settings, with the maximum batch size and the memory options (`pin`, `can_keep`).
         keys_of: Function that takes clip IDs and returns the keys of their chunks.
         captions: Captions that are tokenized for batches; None if batches have no captions.
     """

@@ -259,8 +259,8 @@ def pair_captions(
     """Find the segments that each caption of a split overlaps.
 
     The captions of a segment are all captions of its video that overlap the segment. The result takes 4 bytes per pair
-    of a segment and a caption, up to 12 bytes per caption, and 8 bytes per segment. If the captions of a segment come
-    from several sources, the result takes another 12 bytes per source.
+    of a segment and a caption, 8 to 24 bytes per caption, and 12 bytes per segment. If the captions of a segment come
+    from several sources, the result takes another 12 bytes per segment and source.
 
     Args:
         stored: Captions of the manifest.
@@ -482,8 +482,8 @@ def label_segments(
         remarks: Remarks for the log.
 
     Raises:
-        UserError: The captions lack a label, a caption can have several values for the label, or no caption
-            is selected.
+        UserError: The captions lack a label, a caption can have several values for the label, or no caption is
+            selected.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)

@@ -1,4 +1,4 @@
-"""Locations of the latents of all chunks, as arrays that take 40 bytes per chunk, and the segments of chunks.
+"""Locations of the latents of all chunks, as arrays that take up to 40 bytes per chunk, and the segments of chunks.
 
 A segment consists of `num_frames` frames of a chunk; segment i of a chunk begins at frame i * num_frames. The rest of a
 chunk is a tail: a shorter segment, which is either omitted or zero-padded. Latents from a video VAE keep the segments
@@ -363,7 +363,7 @@ class SegmentQuery:
         data_dir: Data folder, or the local copy of its small files if the tars are elsewhere.
         split: Split of the manifest.
         segment: Length of a segment, such as "5s"; it must be a whole number of frames. Default: the length of the
-            stored segments of a video VAE, or DEFAULT_SEGMENT for other latents.
+            segments that a video VAE encoded, or DEFAULT_SEGMENT for latents of single frames.
         captions: Form of captions: "none", "stored" for embeddings, or "words" for text. Segments without captions are
             omitted unless the form is "none".
         loading: Settings of the loader. Its threads read members that must be verified, downloaded or decompressed.

@@ -49,7 +49,7 @@ def open_captioned_clips(
         each_caption: True to make a clip for each caption instead of each span, for evaluations that score every
             caption.
         table: Table of captions, with the columns of the manifest's table; None for the captions of the manifest.
-        make_captions: Function that makes the captions, for forms other than tokens, text and embeddings.
+        make_captions: Function that makes the `Captions`, for forms other than tokens, text and embeddings.
 
     Raises:
         UserError: The data do not exist, or no clip is usable.

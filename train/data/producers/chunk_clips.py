@@ -1,4 +1,4 @@
-"""Clips without captions: complete chunks, segments of chunks, or the spans of labelled captions."""
+"""Clips without caption texts: complete chunks, segments of chunks, or the spans of labelled captions."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,7 +43,7 @@ def open_chunk_clips(
             A remainder shorter than a quarter of this length is added to the last segment.
 
     Raises:
-        UserError: The data do not exist, or the split has no chunks.
+        UserError: The data do not exist, the split has no chunks, or the query has several views.
     """
     if query.views:
         raise UserError(

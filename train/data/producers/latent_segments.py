@@ -55,8 +55,8 @@ def open_latent_segments(
     Every array is verified against its checksum when it is first needed, so only the first epoch takes longer. If an
     array does not match its checksum, the sample fails (clipmill.train.data.outcomes).
 
-    The table takes 40 bytes of memory per chunk and 8 per segment. Captions take another 4 bytes per segment with
-    captions, 12 per caption, and 4 per pair of a segment and a caption.
+    The table takes up to 40 bytes of memory per chunk and 8 per segment. Captions take another 4 bytes per segment with
+    captions, 8 to 24 per caption, and 4 per pair of a segment and a caption.
 
     Args:
         tokenize: Function that tokenizes captions in text form; None for batches that contain only caption IDs and text
@@ -119,7 +119,7 @@ def open_latent_segments(
         depends_on=depends_on,
         num_rows=num_rows,
     )
-    is_first = np.diff(table.first_part, prepend=-1) > 0  # mask of the first segment of each chunk; chunks ascend
+    is_first = np.diff(table.first_part, prepend=-1) > 0  # first segment of each chunk; rows are ordered by chunk
     maps.register_places(records.array_place[table.first_part[is_first]])
     captions: Captions | None = None
     if table.captions is not None and stored_captions is not None:
