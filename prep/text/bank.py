@@ -1,9 +1,10 @@
-"""Bank of a run of `text`: a temporary store for text embeddings or sequences that are not in a shard yet.
+"""Bank of the column `text`: a temporary store for embeddings that are not in a shard yet.
 
-The bank is the folder `<variant>/bank/`. It contains blocks, which are Arrow files with digests and rows, named after
-the hash of their content. The next run can therefore verify and reuse the blocks of a killed run, even if it divides
-the work differently. Embeddings in committed shards of the variant are copied to the bank; workers encode the other
-texts in blocks.
+In this module, an embedding is either one vector (CLIP) or a sequence of vectors (T5); the rows of a text are its
+vectors. The bank is the folder `<variant>/bank/`. It contains blocks: Arrow files with the digests and rows of texts. A
+block is named after the hash of its content, so the next run can verify and reuse the blocks of a killed run, even if
+it divides the texts differently. Embeddings in committed shards of the variant are copied to the bank, and workers
+encode all other texts in blocks.
 """
 
 import errno
@@ -29,19 +30,19 @@ from clipmill.shards.npy import data_offset
 from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 
-_BLOCK_BYTES = 1 << 25
+_BLOCK_BYTES = 1 << 25  # size at which a block of copied embeddings is written
 MAX_BLOCK_TEXTS = 2048
-_MAX_BLOCK_SEQUENCES = 64  # 268 MB for 512 tokens of width 4096
+_MAX_BLOCK_SEQUENCES = 64  # a block takes 268 MB if each sequence has 512 tokens and width 4096
 _MAX_BLOCK_CHARS = 1 << 20  # limits the size of a task, because some texts may be very long
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
-    """Publish one block.
+    """Write a block to the bank.
 
     Args:
         folder: Folder of the bank.
         digests: Digests of the texts, DIGESTS [texts].
-        rows: Embeddings or sequences, float16 [sum of lengths, width].
+        rows: Rows of all texts, float16 [sum of lengths, width].
         lengths: Number of rows of each text, [texts].
     """
     ends = np.concatenate([[0], np.cumsum(lengths)]) * rows.shape[1] * rows.itemsize
@@ -61,12 +62,14 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray, lengths: np
 
 
 class Bank:
-    """Bank of a variant. Several parts of a run may share it. Opening or refreshing the bank removes damaged blocks.
+    """Bank of a variant, which the parts of a run (`--part`) share.
+
+    Opening or refreshing the bank removes damaged blocks.
 
     Args:
         folder: Folder of the bank, which may not exist yet.
         width: Embedding dimension.
-        is_only_writer: True if no other process is writing to the bank.
+        is_only_writer: True if no other process is writing to the bank, so that temporary files can be removed.
     """
 
     def __init__(self, folder: Path, *, width: int, is_only_writer: bool = True) -> None:
@@ -74,13 +77,13 @@ class Bank:
         self._files: list[Path] = []
         self._starts = [0]  # index of each block's first digest in `_digests`
         self._digests = np.empty(0, DIGESTS)
-        self._order = np.empty(0, np.int32)  # order that sorts the digests
+        self._order = np.empty(0, np.int32)  # indices that sort `_digests`
         if is_only_writer:
-            remove_temporaries(self.folder)  # remove files left by killed writers
+            remove_temporaries(self.folder)  # files that killed writers left
         self.refresh()
 
     def add_nan_rows(self, digests: Collection[bytes]) -> None:
-        """Add a NaN row for each text without a finite embedding, for the part that makes the shards."""
+        """Add a NaN row for each text without a finite embedding, so that other parts do not find the text missing."""
         digest_array = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         rows = np.full((len(digest_array), self._width), np.nan, np.float16)
         write_block(self.folder, digest_array, rows, np.ones(len(digest_array)))
@@ -114,7 +117,7 @@ class Bank:
         return np.asarray(digests[~self.has(digests)])
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the embeddings or sequences of texts.
+        """Return the rows of texts.
 
         Args:
             digests: Digests of the texts, DIGESTS [texts].
@@ -149,13 +152,13 @@ class Bank:
         for path in self.folder.iterdir():
             if BLOCK_FILE.fullmatch(path.name):
                 remove(path)
-        with suppress(OSError):  # the folder contains files of other programs
+        with suppress(OSError):  # the folder may contain files of other programs
             self.folder.rmdir()
 
-    def _read(self, path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of some texts in a block, and the number of rows of each text."""
+    def _read(self, path: Path, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the texts at `indices` in a block, and the number of rows of each text."""
         with map_arrow_file(path) as file:
-            selection = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(rows))
+            selection = pa.ipc.open_file(file).read_all()["row"].combine_chunks().take(pa.array(indices))
             _, offsets, values = selection.buffers()
             ends = np.frombuffer(offsets, np.int64)[selection.offset : selection.offset + len(selection) + 1]
             vectors = np.frombuffer(values, np.uint8)[ends[0] : ends[-1]].view(np.float16).reshape(-1, self._width)
@@ -174,12 +177,12 @@ def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir:
     Damaged members and shards are skipped. Their texts are encoded again.
 
     Args:
-        missing_digests: Digests of the texts to copy, in ascending order, DIGESTS [texts].
+        missing_digests: Digests of the texts whose embeddings to copy, in ascending order, DIGESTS [texts].
         bank_dir: Folder of the bank.
         width: Embedding dimension.
 
     Returns:
-        Number of copied texts.
+        Number of texts whose embeddings were copied.
     """
     is_missing = np.ones(len(missing_digests), bool)
     digests: list[np.ndarray] = []
@@ -213,7 +216,7 @@ def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir:
 def _missing_rows(
     shard: CommittedShard, *, missing_digests: np.ndarray, is_missing: np.ndarray, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the digests, rows and lengths of the missing texts in a shard, sample by sample."""
+    """Yield the missing texts in a shard (digests, rows, lengths) by sample, and set their `is_missing` to False."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored_digests = column.offsets.to_numpy(), from_arrow(column.values)
     positions = positions_in(missing_digests, stored_digests)
@@ -228,7 +231,7 @@ def _missing_rows(
         start, end = int(offsets[sample]), int(offsets[sample + 1])
         lengths = np.array(shard.index["row_tokens"][sample].as_py() or np.ones(end - start), np.int64)
         vectors = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(-1, width)
-        # The text may have been copied from a different sample already.
+        # A text may have been copied from a different sample already.
         sample_positions = positions[start:end]
         is_selected = (sample_positions >= 0) & is_missing[sample_positions]
         if is_selected.any():
@@ -271,9 +274,9 @@ class BlockResult:
 
     Attributes:
         num_encoded: Number of encoded texts.
-        num_cut: Number of encoded texts that were truncated to the context length of the encoder.
+        num_cut: Number of encoded texts that were truncated to the maximum length of the encoder.
         not_finite: Digests of texts whose embeddings contain NaN or infinity and are therefore not in the bank.
-        stop: Failure code and reason if no embedding was stored; otherwise None.
+        stop: Failure code and reason if the block could not be encoded or written; otherwise None.
     """
 
     num_encoded: int = 0
@@ -288,7 +291,7 @@ class BlockResult:
 
 
 def encode_block(block: Block) -> BlockResult:
-    """Encode the texts of a block and publish their embeddings in the bank."""
+    """Encode the texts of a block, and write the finite embeddings to the bank."""
     from clipmill.prep.text import t5, tower
 
     options, settings = block.encoder, block.encoder.recipe.settings
@@ -325,7 +328,7 @@ def blocks_of(
     """Divide the texts to encode into blocks. Each text is in exactly one block.
 
     Args:
-        video_ids: IDs of the videos whose captions to encode.
+        video_ids: IDs of the videos whose captions contain the texts.
         missing_digests: Digests of the texts to encode, in ascending order, DIGESTS [texts].
     """
     is_pending = np.ones(len(missing_digests), bool)

@@ -1,9 +1,9 @@
 """Read the captions of videos in batches, compute the digests of their texts, and check stored texts.
 
-Captions are read in batches, so that ten million of them are never Python objects at the same time. A digest identifies
-a text in shards, in the bank, and across runs. Digests are kept in NumPy arrays of 16-byte strings, which are sorted
-before a search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python bytes: NumPy's other
-conversions strip trailing zero bytes.
+Captions are read in batches, so that ten million captions never exist as Python objects at the same time. A digest
+identifies a text in shards, in the bank (`bank.py`), and across runs. Digests are kept in NumPy arrays of 16-byte
+strings, which are sorted before a search; ten million digests take 160 MB. Use `tobytes` to convert a digest to Python
+bytes: NumPy's other conversions strip trailing zero bytes.
 """
 
 import hashlib
@@ -68,13 +68,13 @@ class CaptionReader:
         self._file.close()
 
     def batches(self, video_ids: pa.Array, *, row_groups: Iterable[int] | None = None) -> Iterator[CaptionBatch]:
-        """Yield the captions of `video_ids`, in the order of the table.
+        """Yield the captions of `video_ids`, one row group of the table at a time.
 
         Args:
-            row_groups: Row groups to read; None for all.
+            row_groups: Row groups to read, in this order; None for all.
 
         Raises:
-            UserError: The table is damaged.
+            UserError: A row group cannot be read.
         """
         for group in range(self._file.num_row_groups) if row_groups is None else row_groups:
             try:
@@ -142,7 +142,7 @@ def positions_in(stored: np.ndarray, digests: np.ndarray, *, order: np.ndarray |
 
 
 def owners_of(digests: np.ndarray, *, num_parts: int) -> np.ndarray:
-    """Return the index of the part, from 0 to `num_parts` - 1, that encodes each text; uint64 [digests]."""
+    """Return the index of the part (`--part`) that encodes each text, 0 to `num_parts` - 1; uint64 [digests]."""
     return np.ascontiguousarray(digests).view(np.uint64)[::2] % np.uint64(num_parts)
 
 
@@ -152,16 +152,16 @@ class DigestSet:
     Digests are partitioned by their leading bits, so that sorting needs extra memory for only one partition at a time.
     """
 
-    _NUM_PARTS = 16
-    _MAX_BUFFERED = 1 << 18
+    _NUM_PARTITIONS = 16
+    _MAX_BUFFERED = 1 << 18  # maximum number of digests to collect before they are sorted
 
     def __init__(self) -> None:
-        self._parts = [np.empty(0, DIGESTS) for _ in range(self._NUM_PARTS)]
+        self._partitions = [np.empty(0, DIGESTS) for _ in range(self._NUM_PARTITIONS)]
         self._buffer: list[np.ndarray] = []
         self._num_buffered = 0
 
     def add(self, digests: np.ndarray) -> None:
-        """Add digests, DIGESTS [any]."""
+        """Add digests, DIGESTS [digests], in any order."""
         self._buffer.append(digests)
         self._num_buffered += len(digests)
         if self._num_buffered > self._MAX_BUFFERED:
@@ -170,23 +170,23 @@ class DigestSet:
     def pop_sorted(self) -> np.ndarray:
         """Return all digests in ascending order, and empty the set."""
         self._flush()
-        digests = np.empty(sum(map(len, self._parts)), DIGESTS)
+        digests = np.empty(sum(map(len, self._partitions)), DIGESTS)
         start = 0
-        for index, part in enumerate(self._parts):
-            digests[start : start + len(part)] = part
-            start += len(part)
-            self._parts[index] = part[:0].copy()
+        for index, partition in enumerate(self._partitions):
+            digests[start : start + len(partition)] = partition
+            start += len(partition)
+            self._partitions[index] = partition[:0].copy()
         return digests
 
     def _flush(self) -> None:
         digests = np.concatenate([np.empty(0, DIGESTS), *self._buffer])
         self._buffer, self._num_buffered = [], 0
-        part_indices = digests.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
-        for index in range(self._NUM_PARTS):
-            self._parts[index] = np.union1d(self._parts[index], digests[part_indices == index])
+        indices = digests.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTITIONS)
+        for index in range(self._NUM_PARTITIONS):
+            self._partitions[index] = np.union1d(self._partitions[index], digests[indices == index])
 
 
-_MAX_LENGTH_ERROR = 0.01  # far above the error of a unit vector that is rounded to float16
+_MAX_LENGTH_ERROR = 0.01  # rounding a unit vector to float16 changes its length much less
 
 
 def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
@@ -197,7 +197,7 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
     if array is None:
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
     if array.shape != shape or array.dtype.str != "<f2":
-        message = f"text.npy is {array.dtype} {array.shape}, but float16 {shape} in the index"
+        message = f"text.npy is {array.dtype} {array.shape}, but the index requires float16 {shape}"
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, message)], 0)
     differences = []
     lengths = np.linalg.norm(array.astype(np.float32), axis=1)
@@ -215,5 +215,5 @@ def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> Ch
         if digests != row["text_digest"]:
             differences.append("the texts in the json member differ from the index")
         if rows != (row["caption_id"], row["caption_row"], row["row_tokens"]):
-            differences.append("the caption rows in the json member differ from the index")
+            differences.append("caption_id, caption_row or row_tokens in the json member differ from the index")
     return CheckedSample([(DeepCode.ARRAY_DIFFERS, difference) for difference in differences], len(array))

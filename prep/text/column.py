@@ -21,7 +21,7 @@ class TextRequest(ModelRequest):
         EXECUTION,
         KEPT,
         Range(least=1),
-        Parameter(help="Batch size of the text encoder, 1 or more. Default: 32; 256 for --clip on a GPU."),
+        Parameter(help="Batch size of the text encoder in texts, 1 or more. Default: 32; 256 for --clip on a GPU."),
     ] = None
 
 

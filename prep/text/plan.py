@@ -1,11 +1,11 @@
-"""Plan of the column `text`: the shards to make, with reasons, and the layout of the shards.
+"""Plan of the column `text`: the shards to make, with reasons, and the layout, which assigns videos to shards.
 
 The plan is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read,
 because the row of a video contains the digest of its captions. The column `video` does not affect the plan.
 
-The layout assigns each video with captions to a shard. It is stored in `<data>/layout/text.parquet`, and all text
-encoders share it. Existing assignments never change. The table has the same schema as the layout of `video`
-(clipmill.prep.core.tables), with one span per video.
+The layout contains each video with captions. It is stored in `<data>/layout/text.parquet`, and all text encoders share
+it. Existing assignments never change. The table has the same schema as the layout of `video`
+(clipmill.prep.core.tables), but a video is not divided into spans: each video has a single row, with span index 0.
 """
 
 import hashlib
@@ -46,19 +46,19 @@ from clipmill.shards.where import Where, parse_where
 LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
-MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions gets its own shard
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB of CLIP embeddings; a video with more captions gets its own shard
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """Plan for making the column `text` from the manifest with one recipe.
+    """Plan for making the column `text` from the manifest with a recipe.
 
     Attributes:
         layout: Layout that assigns videos to shards. It must be written before shards are made.
         video_ids: IDs of the planned videos. The `rows` of a shard are a range of indices into this array.
         num_captions: Total number of captions of the selected videos.
         num_left_out: Number of videos that get no sample, because they have no captions in the manifest.
-        shards: Planned shards, in the order of their IDs.
+        shards: Planned shards in the order of their IDs, followed by stored shards that are no longer planned.
         commits: Commits of the variant, keyed by shard ID.
         where: Conditions on captions; None for all captions.
     """
@@ -76,7 +76,7 @@ class TextPlan:
 
     @property
     def num_videos(self) -> int:
-        """Number of videos with captions."""
+        """Number of planned videos."""
         return len(self.video_ids)
 
     def ids_of(self, shard: ShardPlan) -> pa.Array:
@@ -87,13 +87,13 @@ class TextPlan:
 def make_text_plan(
     data_dir: Path, recipe: Recipe[TextSettings], *, retry_codes: frozenset[str] = frozenset()
 ) -> TextPlan:
-    """Plan a recipe for the manifest in `data_dir`.
+    """Plan the shards of a recipe for the manifest in `data_dir`.
 
     Args:
         retry_codes: Codes of failures to retry even if nothing has changed.
 
     Raises:
-        UserError: The manifest is missing, the layout is damaged, or there is no caption to encode.
+        UserError: The manifest is missing, the layout is damaged, `where` is invalid, or there is no caption to encode.
     """
     videos = read_videos(data_dir)
     video_conditions, caption_conditions = None, None
@@ -107,7 +107,7 @@ def make_text_plan(
     num_captions = np.asarray(videos["num_captions"])
     num_left_out = int((num_captions == 0).sum())
     if video_conditions is not None:
-        # The plan treats videos that are not selected like videos without captions.
+        # Plan videos that are not selected like videos without captions.
         num_captions = np.where(video_conditions.mask(videos), num_captions, 0)
         if not num_captions.any():
             raise empty_selection_error(
@@ -156,7 +156,7 @@ def make_text_plan(
 
 
 def pending_text(data_dir: Path, variant: Variant) -> PendingWork:
-    """Return the remaining work of a variant; no work if the variant is not current or cannot be planned."""
+    """Return the remaining work of a variant, or no work if the variant is not current or cannot be planned."""
     is_manifest_written = has_manifest(data_dir)
     if not is_manifest_written or current_variant(data_dir, TEXT) != variant.directory.name:
         return PendingWork()
@@ -199,7 +199,7 @@ def text_layout_path(data_dir: Path) -> Path:
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assign each captioned video that is not in a shard yet to a new shard, split by split.
+    """Assign each video with captions that is not in a shard yet to a new shard, split by split.
 
     Args:
         layout: Table with schema clipmill.prep.core.tables.LAYOUT.

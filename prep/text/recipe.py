@@ -1,4 +1,4 @@
-"""Settings and recipe of the column `text`: the model that encodes the captions.
+"""Settings of the column `text`, mainly the model that encodes the captions, and their recipe.
 
 A CLIP text tower makes one unit-length embedding per text. A T5 encoder makes a sequence per text: one vector for each
 token, stored without padding.
@@ -44,7 +44,7 @@ _ENCODER_HINT = "use --clip MODEL:TAG for embeddings, or --encoder t5:NAME for s
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(Checked):
-    """Settings of `prep text` that affect the embeddings."""
+    """Settings of `prep text`: the text encoder, and a condition that selects captions."""
 
     clip: Annotated[str | None, MODEL, FIRST_RUN] = None
     """CLIP text tower: an open_clip model and the tag or file of its weights, as MODEL:TAG or MODEL:FILE; or tiny, a
@@ -113,13 +113,13 @@ class TextSettings(Checked):
 
 
 def text_recipe(settings: TextSettings, *, encoder: str, sha256: str, width: int) -> Recipe[TextSettings]:
-    """Return the recipe that settings produce.
+    """Return the recipe of the settings.
 
     Args:
         settings: Settings with the absolute path of any local weights.
         encoder: Name of the encoder: tiny, MODEL:TAG, MODEL:FILENAME, or t5:NAME.
-        sha256: SHA-256 (hex) of the weights file; for tiny, of the code version; for a T5 model, of the weights, the
-            configuration and the tokenizer.
+        sha256: SHA-256 (hex) of the weights file; for tiny, of a description of the model; for a T5 model, of the
+            weights, the configuration and the tokenizer.
         width: Embedding dimension.
     """
     sequence_settings = (
@@ -134,8 +134,8 @@ def settings_of(stored: Mapping[str, Any], weights: str | None) -> TextSettings:
     """Return the settings that reproduce a stored recipe.
 
     Args:
-        stored: Content of the variant's recipe.json, and the request of its last run.
-        weights: Path of local weights; None for weights from the Hub.
+        stored: Recipe, merged with the request of the last run (`variants.stored_request`).
+        weights: Path of local weights; None for weights that are selected by a tag or a Hub name, and for tiny.
     """
     encoder = stored["encoder"] if weights is None else f"{stored['encoder'].partition(':')[0]}:{weights}"
     sequence_settings = {name: stored[name] for name in SEQUENCE_SETTINGS if name in stored}

@@ -1,7 +1,10 @@
-"""T5 and umT5 encoders, which turn a text into a sequence of vectors. Only this module of `text` imports transformers.
+"""T5 and umT5 encoders, which turn a text into a sequence of vectors. In this package, only this module imports
+transformers.
 
 Every batch has the same size, and every text is padded to a length that depends only on the text, as in `tower.py`. The
 vectors are therefore bit-identical regardless of the other texts in the batch.
+
+Shape suffixes: B texts in a batch, T tokens, D width.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ from clipmill.prep.core.request import model_folder
 from clipmill.prep.text.recipe import T5, TextSettings, file_sha256, safetensors_shapes, text_recipe
 from clipmill.prep.text.tower import Encoded
 
-_LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
+_LENGTH_STEP = 8  # texts are padded to a multiple of this number of tokens
 _CLASSES = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
 _TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _DOWNLOAD_PATTERNS = [
@@ -38,20 +41,21 @@ def resolve_t5(settings: TextSettings) -> Recipe[TextSettings]:
     """Find the T5 model that the settings select, downloading it if it is not cached, and return the recipe.
 
     Raises:
-        UserError: The model does not exist, is not a T5 model, or lacks files.
+        UserError: The model does not exist, is not a T5 model, lacks files, or has damaged weights.
     """
     model, tokenizer = _folders(settings.t5)
     config = _config(model)
     weights = sorted(model.glob("*.safetensors"))
-    vocabulary = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
-    if not weights or not vocabulary:
-        missing_part = "weights in safetensors" if not weights else "a tokenizer"
-        raise UserError(f"{model} lacks {missing_part}", hint=_SUGGESTION)
+    tokenizer_files = [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
+    if not weights:
+        raise UserError(f"{model} lacks weights in safetensors", hint=_SUGGESTION)
+    if not tokenizer_files:
+        raise UserError(f"{tokenizer} lacks the files of a tokenizer", hint=_SUGGESTION)
     for path in weights:
-        safetensors_shapes(path)  # raises if the file is damaged
+        safetensors_shapes(path)  # raises UserError if the file is damaged
     # The hash covers all files that affect the vectors.
     digest = hashlib.sha256()
-    for path in (model / "config.json", *weights, *vocabulary):
+    for path in (model / "config.json", *weights, *tokenizer_files):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
     folder, name = Path(settings.t5).expanduser(), settings.t5
     if folder.is_dir():
@@ -74,7 +78,7 @@ class T5Encoder:
         self._max_tokens, self._device = max_tokens, device
 
     def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
-        """Encode texts as sequences, with a batch size of `batch` texts."""
+        """Encode texts as sequences, in batches of `batch` texts."""
         import torch
 
         tokens = self._tokenizer(list(texts), add_special_tokens=True, truncation=False)["input_ids"]
@@ -114,7 +118,8 @@ def load_t5(settings: TextSettings, *, sha256: str, device: str) -> T5Encoder:
         sha256: Hash in the recipe of the plan.
 
     Raises:
-        UserError: The model does not exist on this machine, has a different hash, or cannot be loaded.
+        UserError: transformers is not installed, or the model does not exist on this machine, has a different hash, or
+            cannot be loaded.
     """
     import torch
 

@@ -1,7 +1,11 @@
-"""Text towers from open_clip: find the weights and encode captions. Only this module of `text` imports open_clip.
+"""Text towers from open_clip: functions that find the weights, load a tower and encode texts.
+
+In this package, only this module imports open_clip.
 
 Every batch has the same size, and every text is padded to a length that depends only on the text. Embeddings are
-therefore bit-identical regardless of the other texts in the batch, even if a run is interrupted.
+therefore bit-identical regardless of the other texts in the batch, so a run may be interrupted and continued.
+
+Shape suffixes: B texts in a batch, T tokens, D width.
 """
 
 import hashlib
@@ -25,8 +29,8 @@ from clipmill.prep.text.recipe import SAFETENSORS, TINY, TextSettings, file_sha2
 TINY_WIDTH = 256  # embedding dimension of the tiny model
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
 TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
-_LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
-_LONG_WORD_CHARS = 64  # words up to this length are passed to the tokenizer, which is fast for them and caches them
+_LENGTH_STEP = 8  # texts are padded to a multiple of this number of tokens
+_LONG_WORD_BYTES = 64  # words of at most 64 UTF-8 bytes are passed to the tokenizer, which is fast and has a cache
 _INSTALL_HINT = "install clipmill[columns]"
 
 
@@ -38,7 +42,7 @@ class Encoded:
         rows: Vectors of all texts, concatenated, float16 [sum of lengths, width]. Values may be non-finite. Embeddings
             have unit length.
         lengths: Number of rows of each text, int64 [texts]: 1 for an embedding, the number of tokens for a sequence.
-        num_cut: Number of texts that were truncated to the context length of the encoder.
+        num_cut: Number of texts that were truncated to the maximum length of the encoder.
     """
 
     rows: np.ndarray
@@ -67,7 +71,7 @@ class Tower:
     """Text tower with its tokenizer.
 
     Args:
-        model: Model from open_clip, whose image tower is removed.
+        model: Model from open_clip. Its image tower is removed.
         tokenizer: Tokenizer of the model.
         device: cuda or cpu.
     """
@@ -89,7 +93,7 @@ class Tower:
         )
 
     def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
-        """Encode texts as embeddings, with a batch size of `batch` texts."""
+        """Encode texts as embeddings, in batches of `batch` texts."""
         import torch
 
         ids, num_cut = self._token_ids(texts)
@@ -140,8 +144,8 @@ class Tower:
         length = self._context_length
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
-            # Tokenize again for a context that is one token longer: a text that fits the original context then ends
-            # with padding.
+            # Tokenize again with a context that is one token longer: a text that fits the original context now ends
+            # with padding, like the empty text.
             last_tokens = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((last_tokens[:-1] != last_tokens[-1]).sum())
         tokens_of_texts = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
@@ -159,7 +163,8 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
         sha256: Hash in the recipe of the plan.
 
     Raises:
-        UserError: The weights do not exist on this machine, have a different hash, or cannot be loaded.
+        UserError: open_clip is not installed, or the weights do not exist on this machine, have a different hash, or
+            cannot be loaded.
     """
     settings = TextSettings(clip=clip)
     open_clip = _import_open_clip()
@@ -197,7 +202,7 @@ def resolve(settings: TextSettings) -> Recipe[TextSettings]:
     """Find the weights that the settings select, downloading them if necessary, and return the recipe.
 
     Raises:
-        UserError: The model, tag or file does not exist, or the file belongs to a different model.
+        UserError: The weights cannot be found (see `weights_file`), or do not belong to the model.
     """
     if settings.clip == TINY:
         return text_recipe(settings, encoder=TINY, sha256=TINY_SHA256, width=TINY_WIDTH)
@@ -214,7 +219,8 @@ def weights_file(settings: TextSettings) -> Path:
     """Return the path of the weights that the settings select; download weights with a tag if they are not cached.
 
     Raises:
-        UserError: The model, tag or file does not exist.
+        UserError: The model, tag or file does not exist, the model and the tag use different activation functions, or
+            the download failed.
     """
     open_clip = _import_open_clip()
     models = open_clip.list_models()
@@ -252,7 +258,7 @@ def weights_file(settings: TextSettings) -> Path:
 
 
 def check_weights(settings: TextSettings, path: Path) -> int:
-    """Check that the tensors in a file have the names and shapes of the model; return the embedding dimension.
+    """Check that a local file contains the tensors of the model; return the embedding dimension of the model.
 
     Raises:
         UserError: The file is not a checkpoint, or belongs to a different model.
@@ -262,9 +268,9 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     open_clip = _import_open_clip()
     width = int(open_clip.get_model_config(settings.model)["embed_dim"])
     if is_tag(settings):
-        return width  # open_clip itself converts weights with a tag
+        return width  # not checked, because open_clip converts weights with a tag to the names of its tensors
     shapes = _read_shapes(path)
-    logging.disable(logging.WARNING)  # hide the warning about missing pretrained weights; only the shapes are needed
+    logging.disable(logging.WARNING)  # hide the warning that the model has no weights; only its shapes are needed
     try:
         with torch.device("meta"):
             model = open_clip.create_model(settings.model, load_weights=False, pretrained_text=False, device="meta")
@@ -306,7 +312,7 @@ def _tiny_model() -> Any:
     vision = {"layers": 1, "width": 64, "head_width": 64, "patch_size": 32, "image_size": 32}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     model = open_clip.CLIP(embed_dim=TINY_WIDTH, vision_cfg=vision, text_cfg=text)
-    # NumPy guarantees that RandomState always produces the same numbers; torch does not.
+    # NumPy guarantees that RandomState always produces the same numbers; torch gives no such guarantee.
     random = np.random.RandomState(0)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -347,17 +353,17 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Return the first `context_length` tokens of a text, tokenized as by open_clip's `SimpleTokenizer`.
+    """Return the tokens of a text, truncated to `context_length` tokens, as open_clip's `SimpleTokenizer` does.
 
-    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens, and takes quadratic time in the
+    `SimpleTokenizer` encodes the complete text, although a tower reads only 77 tokens, and its time is quadratic in the
     length of a word: minutes for a word of 100,000 letters. This function stops at the first token that the tower does
-    not read, and merges the pairs of long words with a heap.
+    not read, and uses a heap to merge the pairs of a long word.
     """
     start, end = tokenizer.sot_token_id, tokenizer.eot_token_id
     ids = [start]
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
         letters = "".join(tokenizer.byte_encoder[byte] for byte in word.group().encode("utf-8"))
-        if len(letters) > _LONG_WORD_CHARS:
+        if len(letters) > _LONG_WORD_BYTES:
             symbols = merge_pairs([*letters[:-1], f"{letters[-1]}</w>"], ranks=tokenizer.bpe_ranks)
         else:
             symbols = tokenizer.bpe(letters).split(" ")
@@ -370,7 +376,8 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
 def merge_pairs(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
     """Apply byte-pair encoding (Sennrich et al. 2016) to the n symbols of a word in O(n log n) time.
 
-    All occurrences of the pair with the lowest rank are merged from left to right, until no pair has a rank.
+    All occurrences of the pair with the lowest rank are merged from left to right; this step is repeated until no pair
+    has a rank.
     """
     successor = [*range(1, len(symbols)), -1]
     predecessor = list(range(-1, len(symbols) - 1))

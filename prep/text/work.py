@@ -1,8 +1,8 @@
 """`ColumnWork` of the column `text`: the functions that its commands call, its reports, and the run of a plan.
 
-A run first fills the bank: it copies the embeddings in committed shards of the variant, and encodes every other text
-exactly once. The driver itself then makes the shards from the captions and the bank, because this only copies data.
-All state is in the commits and the bank, so a run can be killed at any time, and the next run reuses both.
+A run first fills the bank, the temporary store of embeddings (`bank.py`): it copies the embeddings in committed shards
+of the variant, and encodes every other text exactly once. The driver itself then makes the shards from the captions and
+the bank, because this only copies data. A run can be killed at any time: the next run reuses the commits and the bank.
 """
 
 import json
@@ -101,7 +101,7 @@ def _run(plan: TextPlan, settings: TextSettings, request: Request, part_run: Par
 def text_summary(summary: Summary, *, list_path: Path) -> Report:
     """Return the report of a run; `list_path` is the path of the list of failures."""
     facts, num_texts = summary.added.values, summary.num_encoded + summary.num_reused
-    lines = [f"variant  {summary.variant}", f"captions {facts['num_captions']:,} in the manifest"]
+    lines = [f"variant  {summary.variant}", f"captions {facts['num_captions']:,} of the selected videos"]
     if summary.num_shards_made or summary.num_encoded:
         lines.append(
             f"made     {count_noun(summary.num_shards_made, 'shard')}: {count_noun(num_texts, 'unique text')},"
@@ -158,7 +158,7 @@ def text_report(plan: TextPlan) -> Report:
     lines += states_lines(plan.shards, sample="video")
     lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
     if num_videos:
-        lines.append(f"estimate at most the unique captions of {count_noun(num_videos, 'video')} to encode")
+        lines.append(f"estimate encode the unique captions of {count_noun(num_videos, 'video')}, unless already stored")
         lines.append("         the duration is unknown until the captions are read; a GPU is many times faster")
         lines += [*disk.lines(), next_line(command)]
     else:
@@ -193,7 +193,7 @@ WORK = ColumnWork(
 
 
 EXTENSIONS = (MEMBER, "json")
-# Maximum number of texts to read from the bank at a time: an embedding takes a kilobyte, a sequence takes megabytes.
+# Maximum number of texts to read from the bank at a time: a text takes a kilobyte with CLIP, and megabytes with T5.
 _MAX_TEXTS, _MAX_SEQUENCES = 1 << 16, 64
 
 
@@ -208,13 +208,13 @@ def run_text(
 ) -> Summary:
     """Make every shard of the plan that needs work. The caller must hold the lock of the column.
 
-    Parts divide the texts rather than the shards, because most shards share texts with other shards. The last part
-    makes all shards.
+    With `--part`, the texts are divided among the parts rather than the shards, because most shards share texts with
+    other shards. The last part makes all shards.
 
     Args:
         encoder: Text encoder of the plan's recipe.
         engine: Engine that encodes the texts.
-        part_run: Part whose texts to encode; None for all texts.
+        part_run: Part that encodes only its share of the texts; None to encode all texts.
         lag_limit_s: Maximum time in seconds until embeddings from workers are visible on this machine.
         request_values: Additional values of the request to record with the variant, keyed by flag name.
     """
@@ -240,7 +240,7 @@ def run_text(
             subject = f"embeddings in {bank.folder}"
             wait_until_seen(subject, lambda: _is_filled(bank, part_texts, bank_result.not_finite), limit_s=lag_limit_s)
         if part_run is not None and not _can_make_shards(bank, texts, bank_result, part_run):
-            # This part only encodes texts. A different part makes the shards.
+            # A different part makes the shards, or texts are missing.
             files = [commit.files for commit in plan.commits.values() if commit.files is not None]
             summary = Summary(
                 plan.recipe.variant,
@@ -275,7 +275,7 @@ def _can_make_shards(bank: Bank, texts: "ShardTexts", bank_result: "BankResult",
 
 
 def _num_encoded(bank: Bank, texts: "ShardTexts", num_parts: int) -> Counter[int]:
-    """Return how many texts of each part this node sees in the bank, keyed by the index of the part."""
+    """Return the number of texts of each part that this node can read in the bank, keyed by the index of the part."""
     bank.refresh()
     return Counter(owners_of(texts.digests[bank.has(texts.digests)], num_parts=num_parts).tolist())
 
@@ -287,7 +287,7 @@ def _add_texts(
     summary.num_encoded, summary.wall_s = bank_result.num_encoded, time.monotonic() - begin_s
     # All other texts were copied from a shard, or were in the bank of a killed run.
     summary.num_reused = len(texts.digests) - bank_result.num_encoded
-    note = f"note     {count_noun(bank_result.num_cut, 'text')} truncated to the encoder's context length"
+    note = f"note     {count_noun(bank_result.num_cut, 'text')} truncated to the encoder's maximum length"
     values = {"num_captions": plan.num_captions, "num_cut": bank_result.num_cut, "num_left_out": plan.num_left_out}
     summary.added = Addition([note] if bank_result.num_cut else [], values)
     return summary
@@ -337,7 +337,7 @@ class ShardTexts:
 
     Attributes:
         video_ids: IDs of the videos.
-        digests: Digests of their texts, unique and in ascending order, DIGESTS [texts].
+        digests: Digests of the texts of the videos, unique and in ascending order, DIGESTS [texts].
         row_groups: Row groups of the caption table that contain captions of a shard, keyed by shard ID.
     """
 
@@ -357,7 +357,7 @@ class BankResult:
 
     Attributes:
         num_encoded: Number of encoded texts.
-        num_cut: Number of encoded texts that were truncated to the context length of the encoder.
+        num_cut: Number of encoded texts that were truncated to the maximum length of the encoder.
         not_finite: Digests of texts without a finite embedding.
         error: Failure code, and reason why other texts are missing from the bank; None if no other text is missing.
         refused: Workers that failed the admission check and received no tasks.
@@ -395,7 +395,7 @@ def fill_bank(
     encoder: TextEncoderOptions,
     engine: Engine,
 ) -> BankResult:
-    """Copy the stored embeddings of texts to the bank, and encode all other texts."""
+    """Copy embeddings from committed shards to the bank, and encode all other texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     error: tuple[FailureCode, str] | None = None
@@ -499,7 +499,7 @@ class ShardMaker:
             return shard.commit()
 
     def _read_rows(self, videos: list["_VideoTexts"]) -> Iterator[tuple["_VideoTexts", np.ndarray, np.ndarray]]:
-        """Yield each video with the rows and lengths of its texts. Rows are read for several videos at a time."""
+        """Yield each video with the rows and lengths of its texts. The bank is read for several videos at a time."""
         max_texts = _MAX_TEXTS if self.plan.recipe.settings.encoder is None else _MAX_SEQUENCES
         for group in _groups(videos, max_texts=max_texts):
             vectors, lengths = self.bank.rows(np.concatenate([video.digests for video in group]))
@@ -585,7 +585,7 @@ class _VideoTexts:
 
 
 def _groups(videos: list[_VideoTexts], *, max_texts: int) -> Iterator[list[_VideoTexts]]:
-    """Yield the videos in order, in groups of at most `max_texts` texts; a larger video forms its own group."""
+    """Yield the videos in groups of at most `max_texts` texts; a video with more texts forms its own group."""
     group: list[_VideoTexts] = []
     num_texts = 0
     for video in videos:
