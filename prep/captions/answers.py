@@ -3,7 +3,7 @@
     <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
     <variant>/answers/spent          the tokens used by the current run, 8 bytes per answer (`Budget`)
 
-Each answer is on disk before the next request is sent in its place. A killed run therefore loses the requests in
+Each answer is on disk before the next request takes its slot. A killed run therefore loses the requests in
 flight, but no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several
 lines, the last one counts. The journal is kept because it contains values that the shard lacks, such as the duration of
 each request. A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the
@@ -135,7 +135,7 @@ class Answer:
         tokens_out: Number of tokens of the answer; None if unknown.
         seconds: Time from the request to the response in seconds, including retries. For a batch, this is the
             time of the batch divided by the batch size.
-        model: Name of the model, as stated in the response.
+        model: Name of the model, as stated in the response or as recorded for a local model.
     """
 
     text: str
@@ -178,8 +178,8 @@ class Answer:
     def problem(self, model: str) -> SourceFailure | None:
         """Return the reason why the answer cannot be used as a caption from `model`, or None.
 
-        The message does not contain the API key. A server may append a snapshot date to the name of the model, such as
-        gpt-4o-2024-08-06 for gpt-4o.
+        The message does not contain the API key. A server may append a snapshot date to the name of the model: for
+        example, gpt-4o-2024-08-06 is accepted for gpt-4o.
         """
         code = message = None
         if re.fullmatch(re.escape(model) + r"(-\d[\d-]*)?", self.model) is None:
@@ -190,7 +190,8 @@ class Answer:
             message = self.refusal or "a filter on the server removed the answer"
         elif self.finish_reason == _LENGTH:
             code = FailureCode.ANSWER_TRUNCATED
-            message = f"the answer was cut off after {self.tokens_out} tokens"
+            num_tokens = "an unknown number of" if self.tokens_out is None else self.tokens_out
+            message = f"the answer was cut off after {num_tokens} tokens"
         elif self.finish_reason is not None and self.finish_reason.lower() not in _COMPLETE_REASONS:
             code = FailureCode.ANSWER_INCOMPLETE
             message = f'the server ended the answer with finish_reason "{on_one_line(self.finish_reason)}"'
@@ -242,7 +243,7 @@ def read_answers(path: Path) -> dict[str, Answer]:
 
 
 def answered_chunks(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the ID of each shard with a journal, and the chunk fingerprints in the journal, including damaged lines."""
+    """Yield the ID of each shard with a journal, and the chunk fingerprints in all its lines, even damaged lines."""
     for path in sorted(folder.glob("*.jsonl")):
         yield int(path.stem), _FINGERPRINT.findall(path.read_bytes())
 
@@ -301,7 +302,7 @@ class Journal:
         os.close(self._descriptor)
 
     def add(self, fingerprint: str, answer: Answer) -> None:
-        """Store the answer for the chunk with a fingerprint. The answer is on disk when the method returns."""
+        """Store the answer for the chunk with this fingerprint. The answer is on disk when the method returns."""
         text = json.dumps({"chunk_fingerprint": fingerprint, **asdict(answer)}, sort_keys=True).encode()
         # The leading line feed ends a line that was truncated when a writer was killed.
         line = b"\n%08x %s\n" % (zlib.crc32(text), text)
@@ -385,5 +386,6 @@ def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) ->
     ]
     text = row["caption_text"]
     if not text or text != " ".join(text.split()) or len(text.split()) != row["caption_words"]:
-        differences.append((DeepCode.JSON_DIFFERS, "caption_text is not one line of caption_words words"))
+        message = "caption_text is empty, is not a single line, or does not have caption_words words"
+        differences.append((DeepCode.JSON_DIFFERS, message))
     return CheckedSample(differences, 1)

@@ -22,7 +22,7 @@ _MAX_SHOWN_CHARS = 80  # maximum length of a prompt in messages
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsRequest(ModelRequest):
-    """Flags of `prep captions` that do not affect the captions: workers, batch size, and requests to a server."""
+    """Flags of `prep captions` that are not settings: workers, batch size, and limits on requests to a server."""
 
     workers: Annotated[
         int | None,
@@ -39,7 +39,7 @@ class CaptionsRequest(ModelRequest):
         EXECUTION,
         KEPT,
         Range(1, 1 << 16),
-        Parameter(help="Batch size of a local model in chunks, 1 or more."),
+        Parameter(help="Batch size of a local model in chunks, 1 to 65536."),
     ] = BATCH
     in_flight: Annotated[
         int,
@@ -55,7 +55,7 @@ class CaptionsRequest(ModelRequest):
         KEPT,
         Range(0, 1000),
         Parameter(
-            help="Maximum number of times to retry a request after status 429 or 5xx, a broken connection or "
+            help="Maximum number of times to retry a request after status 408, 409, 429 or 5xx, a broken connection or "
             "--timeout, 0 to 1000. Pauses grow to 8 s unless the server sets them; 10 retries take about a minute."
         ),
     ] = 10
@@ -64,7 +64,7 @@ class CaptionsRequest(ModelRequest):
         EXECUTION,
         KEPT,
         Range(above=0, most=86_400),
-        Parameter(help="Timeout of each request in seconds, above 0."),
+        Parameter(help="Timeout of each request in seconds, above 0 and up to 86400."),
     ] = 300.0
     max_tokens_total: Annotated[
         int | None,
@@ -137,7 +137,7 @@ COLUMN = ColumnSpec(
     plan_help="""
     Print what `prep captions` would do with the same settings, and why, and estimate tokens and time.
 
-    The estimate uses the answers so far. This is a dry run: no chunk is captioned unless --trial is passed.
+    The estimate uses the stored answers. This is a dry run: no chunk is captioned unless --trial is passed.
 
     Example:
 

@@ -3,10 +3,10 @@
     row ──► thread: read ──► decode, JPEG, JSON ──► request, one of `in_flight` ──► thread: journal
 
 Rows are prepared ahead, so that the next request is ready when one ends. A single thread does all CPU work, because
-there are as many workers as cores, and switching between threads takes a third more CPU time. The client retries failed
-requests (429, 5xx, timeout, broken connection) with exponential backoff and jitter, or after the time in Retry-After.
-Requests and responses are passed as bytes, because converting them to the client's message classes takes as long as
-decoding.
+there is usually one worker per core, and switching between threads takes a third more CPU time. The client retries
+failed requests (status 408, 409, 429 or 5xx, timeout, broken connection) with exponential backoff and jitter, or after
+the time in the header Retry-After. Requests and responses are passed as bytes, because converting them to the client's
+message classes takes as long as decoding.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _NO_KEY = "none"  # placeholder: local servers need no key, but the client requires one
-_MAX_ATTEMPTS = 3  # maximum number of attempts at a request if the responses contain no answer
+_MAX_ATTEMPTS = 3  # maximum number of times to send a request whose responses contain no answer
 _MAX_FAILED = 8  # number of consecutive failed requests after which no more requests are sent for the shard
 _MAX_AHEAD = 16  # maximum number of rows that are prepared ahead of the requests in flight
 # Status codes that every request would receive: the key is invalid, no credit is left, or the URL is wrong.
@@ -153,7 +153,7 @@ class Endpoint:
         raise failure
 
     def _parse_answer(self, content: bytes, *, start_s: float) -> Answer | None:
-        """Parse a response; return None if it is truncated, an error page from a proxy, or not an answer at all.
+        """Parse a response; return None if it contains no answer, such as a truncated response or a proxy's error page.
 
         Args:
             start_s: Monotonic time at which the request was sent.
@@ -178,7 +178,10 @@ class Endpoint:
         return replace(answer, finish_reason="length") if is_cut else answer
 
     def _error_text(self, error: Exception) -> str:
-        """Return the message of an error on one line. Prefer the cause: openai reports a closed port as a timeout."""
+        """Return the message of an error on one line, without the API key.
+
+        The message of the cause is preferred, because openai reports a closed port as a timeout.
+        """
         cause = error.__cause__
         text = str(error) if cause is None else str(cause) or f"{error}: {type(cause).__name__}"
         return on_one_line(without_key(text))

@@ -1,4 +1,4 @@
-"""Settings of `prep captions`, their recipe, and the model with the hash of its files.
+"""Settings of `prep captions`, their recipe, and a function that finds a local model and hashes its files.
 
 The command line loads this module, so it does not import torch.
 """
@@ -59,7 +59,7 @@ def find_model(name: str) -> Model:
     """Find a model on this machine or download it, and hash its files. The result is cached.
 
     Raises:
-        UserError: The model does not exist, or lacks weights or a processor.
+        UserError: The model does not exist, lacks weights or a processor, or cannot be read.
     """
     directory = model_folder(name, files=_MODEL_FILES, what="model", flag="--model", hint=_SUGGESTION)
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
@@ -81,7 +81,7 @@ def find_model(name: str) -> Model:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsSettings(Checked):
-    """Settings of `prep captions`. All of them affect the captions, except the URL of the server and `where`.
+    """Settings of `prep captions`. All of them are part of the recipe, unless they are marked `NOT_STORED`.
 
     With `endpoint`, `precision` has no effect.
     """
@@ -113,10 +113,11 @@ class CaptionsSettings(Checked):
     """Sampling temperature, 0 to 2. With 0, the most likely token is chosen at each step."""
 
     top_p: Annotated[float | None, MODEL, Range(above=0, most=1), _NEEDS_SAMPLING] = None
-    """Nucleus sampling: total probability of the most likely tokens to sample from, above 0 to 1. Default: off."""
+    """Nucleus sampling: total probability of the most likely tokens to sample from, above 0 and up to 1.
+    Default: off."""
 
     seed: Annotated[int | None, MODEL, Range(0, (1 << 31) - 1), _NEEDS_SAMPLING] = None
-    """Random seed for sampling, 0 or more. Default: 0; with --endpoint, the server chooses the seed."""
+    """Random seed for sampling, 0 to 2147483647. Default: 0; with --endpoint, the server chooses the seed."""
 
     precision: Annotated[Literal["float32", "float16", "bfloat16"], MODEL] = "bfloat16"
     """Data type of a local model's weights."""

@@ -1,4 +1,4 @@
-"""Driver of the column `captions`: worker options, the trial of a plan, and the cost of the answers in reports."""
+"""Driver of the column `captions`: options of workers, `--trial`, and the cost of the answers in reports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +38,7 @@ from clipmill.shards.reader import Variant
 
 _MIN_ENDPOINT_WORKERS = 4
 _ENDPOINT_WORKER_GB = 1.0
-_MODEL_WORKER_GB = 8.0  # a guess: 3 billion parameters in bfloat16
+_MODEL_WORKER_GB = 8.0  # a rough estimate for 3 billion parameters in bfloat16
 _MAX_ANSWERS = 10_000  # maximum number of answers that an estimate reads
 _NUM_SHOWN = 3  # number of answers in the report of a plan
 
@@ -97,7 +97,7 @@ def run_trial(plan: ChunksPlan, request: CaptionsRequest) -> None:
     """Caption a few chunks for the estimate, and store the answers.
 
     Raises:
-        UserError: The model or the server failed.
+        UserError: The model or the server failed, or a chunk cannot be captioned.
     """
     num_left = request.trial
     with lock_for_writing(plan.data_dir, column=CAPTIONS), Activity("captioning a few chunks for the estimate"):
@@ -179,7 +179,7 @@ def cost_of(variant_dir: Path) -> Cost:
 
 
 def estimate(plan: ChunksPlan) -> Addition:
-    """Estimate the cost of a plan from the answers so far."""
+    """Estimate the cost of a plan from the stored answers of the variant."""
     settings = plan.recipe.settings
     num_chunks = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     answers = list(islice(answers_in(plan.variant_dir / ANSWERS_FOLDER), _MAX_ANSWERS))

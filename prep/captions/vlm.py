@@ -49,7 +49,8 @@ class LocalModel:
             seed: Random seed of the batch.
 
         Returns:
-            An answer for each chunk, or the failure if the prompt does not fit in the context of the model.
+            An answer for each chunk, or a failure if pictures, prompt and `max_tokens` for the answer exceed the
+            context of the model.
 
         Raises:
             MemoryError: The batch does not fit in GPU memory.

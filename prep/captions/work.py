@@ -1,6 +1,6 @@
 """`ChunkWork` of the column `captions`, and its caption table `<variant>/captions.parquet`.
 
-At its end, a run writes the table from the shards. `prep manifest captions` reads the table.
+At the end of a run, the table is written from the shards. `prep manifest captions` reads the table.
 """
 
 from pathlib import Path
@@ -120,7 +120,7 @@ WORK = ChunkWork(
     estimate=import_late("clipmill.prep.captions.run:estimate"),
     summary=import_late("clipmill.prep.captions.run:summary"),
     has_cpu_speed=False,
-    # Damaged lines of a journal are ignored, so a journal is never damaged.
+    # Readers ignore damaged lines of a journal, so every journal passes the check.
     extra_folders=(ExtraFolder(ANSWERS_FOLDER, ANSWER_FILE, lambda path: True),),
     extra_files=(MERGED_TABLE, ExtraFile(TABLE_FILE, caption_table_problem, publish_caption_table)),
     sample_facts=import_late("clipmill.prep.captions.run:sample_facts"),

@@ -1,7 +1,7 @@
 """Caption the chunks of one shard in a worker.
 
-Answers in the journal are reused, and a request is sent for every other chunk. Once all requests of the shard have
-ended, the answers become samples. A chunk without a caption does not affect the other chunks.
+Answers in the journal of the shard (`answers.py`) are reused, and a request is sent for every other chunk. Once all
+requests of the shard have ended, the answers become samples. A chunk without a caption does not affect other chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from clipmill.shards.writer import Sample
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options of a worker that do not affect the answers.
+    """Options of a worker that are not part of the recipe.
 
     Attributes:
         device: Device of a local model.
@@ -82,7 +82,7 @@ def make_captions(chunks: Chunks, recipe: Recipe[CaptionsSettings]) -> Iterator[
 
 @dataclass
 class CaptionRequests:
-    """Requests for the chunks of a shard that have no sample.
+    """Requests for those chunks of a shard that have no sample yet.
 
     Attributes:
         failures: Failures of the requests, keyed by row.
@@ -94,7 +94,7 @@ class CaptionRequests:
     failures: dict[int, SourceFailure] = field(default_factory=dict)
 
     def pending_rows(self) -> list[int]:
-        """Return the rows without an answer, and the rows whose answer is to be replaced."""
+        """Return the rows without an answer, and the rows whose answer has a failure to retry."""
         codes = self.chunks.options.retry_codes | {FailureCode.OTHER_MODEL}
         rows = []
         for row in self.chunks.rows:
@@ -108,7 +108,7 @@ class CaptionRequests:
         """Send requests for the pending rows, or for the first `limit` of them.
 
         Args:
-            on_answer: Function that is called with the row after each answer.
+            on_answer: Function that is called with the row of each answer, after the answer has been stored.
 
         Returns:
             Reason why some requests were not sent, or None.
@@ -149,7 +149,8 @@ def open_captioner(recipe: Recipe[CaptionsSettings], options: RequestOptions) ->
     """Return the model or the server that writes the captions.
 
     Raises:
-        UserError: The model cannot be opened on this machine, or its weights differ from the planned weights.
+        UserError: The model or the client cannot be used on this machine, or the files of the model differ from the
+            files that the plan was made with.
     """
     settings = recipe.settings
     if settings.endpoint is not None:
