@@ -113,7 +113,8 @@ class Parts(Mapping[str, Part], Generic[Part]):
         return UserError(f"{flag} is {name}, which is unknown", hint=f"use one of {', '.join(self)}", flags=(flag,))
 
     def _added_entries(self) -> dict[str, EntryPoint]:
-        """Return the entry points of other packages by name. If several share a name, only the first is included."""
+        """Return the entry points of other packages by name. If several have the same name, only the first is
+        included, and `_load` rejects it."""
         added_entries: dict[str, EntryPoint] = {}
         for entry in _entries(self._group):
             if entry.name not in self._reserved_names:

@@ -117,7 +117,7 @@ class _Parser:
     Args:
         fields: Kind of each field's values, by name of the field.
         labels: Names of labels in the expression.
-        known_labels: Function that returns the labels of the data folder for messages, separated by commas.
+        known_labels: Function that returns the names of the labels of the data folder.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class _Parser:
         *,
         fields: Mapping[str, Kind],
         labels: Collection[str],
-        known_labels: Callable[[], str],
+        known_labels: Callable[[], list[str]],
     ) -> None:
         self._database, self._text, self._fields = database, text, fields
         self._labels, self._known_labels = frozenset(labels), known_labels
@@ -195,7 +195,7 @@ class _Parser:
             self._fail(f"there is no function {node['function_name']}", location, hint=hint)
         if node["class"] == "COLUMN_REF" and (name := ".".join(node["column_names"])).lower() not in self._fields:
             labels = self._known_labels()
-            suggestions = {label.removeprefix(LABEL_PREFIX): label for label in labels.split(", ")}
+            suggestions = {label.removeprefix(LABEL_PREFIX): label for label in labels}
             suggestions |= {label: label for label in (*suggestions.values(), *self._fields)}
             close_names = difflib.get_close_matches(name.lower(), suggestions, n=1)
             hint = (
@@ -205,7 +205,9 @@ class _Parser:
             if "_" in name and not close_names:  # the name of a plug-in's field begins with the name of its column
                 hint += f"if {name.partition('_')[0]} is a column of a plug-in, its package is not installed here; "
             self._fail(
-                f"there is no name {name}", location, hint=f"{hint}names: {', '.join(self._fields)}; labels: {labels}"
+                f"there is no name {name}",
+                location,
+                hint=f"{hint}names: {', '.join(self._fields)}; labels: {', '.join(labels) or 'none'}",
             )
 
     def _check_kinds(self, root: _Node) -> None:
@@ -516,11 +518,11 @@ def parse_where(text: str, *, data_dir: Path | None = None) -> Where:
     kinds = {name: field.kind for name, field in fields.items()}
     labels = [name for name, field in fields.items() if field.level == "label"]
 
-    def list_labels() -> str:
+    def list_labels() -> list[str]:
         if data_dir is None:
-            return f"{LABEL_PREFIX}NAME"
+            return [f"{LABEL_PREFIX}NAME"]
         with open_captions(data_dir) as file:
-            return ", ".join(label_names(file.schema_arrow)) or "none"
+            return label_names(file.schema_arrow)
 
     if len(text) > MAX_CHARS:
         raise UserError(

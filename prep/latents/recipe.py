@@ -201,7 +201,7 @@ class Encoding:
                 raise UserError(
                     f"{vae.kind} encodes segments of {step}k + 1 frames, but --segment {self.settings.segment} at"
                     f" {self.settings.fps} fps has {count_noun(num_frames, 'frame')}",
-                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} segments",
+                    hint=f"use {' or '.join(suggestions)}; a chunk of 15 s holds {' or '.join(per_chunk)} of them",
                 )
             num_entries = len(vae.latents_mean or ()) // vae.channels
             if num_entries > 1 and (self.latent_frames or 0) > num_entries and vae.temporal_factor is not None:

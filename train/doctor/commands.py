@@ -59,11 +59,13 @@ def _judge_gpu(machine: MachineFacts) -> Iterator[Finding]:
     accelerator = machine.accelerator
     if accelerator.gpus or accelerator.torch_error is not None or machine.asked_device == "cpu":
         return
-    finding = _broken if machine.asked_device == "cuda" else _warning
+    finding, fallback = _warning, "training runs on the CPU"
+    if machine.asked_device == "cuda":
+        finding, fallback = _broken, "use --device cpu"
     if accelerator.driver is None and accelerator.unusable_gpu is not None:
         yield finding(
             f"the GPU of this machine cannot be used: {accelerator.unusable_gpu}",
-            "install the NVIDIA driver; until then training runs on the CPU",
+            f"install the NVIDIA driver; until then, {fallback}",
         )
     elif accelerator.driver is None:
         if machine.asked_device == "cuda":
@@ -74,13 +76,13 @@ def _judge_gpu(machine: MachineFacts) -> Iterator[Finding]:
     elif accelerator.torch_cuda is None:
         yield finding(
             f"this machine has an NVIDIA driver, but torch {accelerator.torch} was built without CUDA",
-            "install a build of torch with CUDA; until then training runs on the CPU",
+            f"install a build of torch with CUDA; until then, {fallback}",
         )
     elif accelerator.needed_driver is not None and is_older(accelerator.driver, accelerator.needed_driver):
         yield finding(
             f"the NVIDIA driver ({accelerator.driver}) is older than {accelerator.needed_driver}, the oldest driver "
             f"that torch {accelerator.torch} for CUDA {accelerator.torch_cuda} supports",
-            f"update the driver to {accelerator.needed_driver} or later; until then training runs on the CPU",
+            f"update the driver to {accelerator.needed_driver} or later; until then, {fallback}",
         )
     else:
         yield finding(

@@ -217,7 +217,7 @@ def test_lengths_that_the_vae_cannot_take_are_refused_with_the_nearest(
 
     message = refusal_of("--segment", "60f", "--fps", "16")
     assert "AutoencoderKLWan encodes segments of 4k + 1 frames, but --segment 60f at 16 fps has 60 frames" in message
-    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 segments" in message
+    assert "use --segment 57f (3.5s) or --segment 61f (3.75s); a chunk of 15 s holds 4 of them" in message
     assert "has 4 frames" in refusal_of("--segment", "1s", "--fps", "3")
     assert "--segment 5f" in refusal_of("--segment", "1f")
     assert "or 81f for frames" in refusal_of("--segment", "0f")
