@@ -230,8 +230,8 @@ def advice_text(load: Load, sources: Mapping[str, str], *, storage: str = "disk"
         headroom, nodes, chunk_limit = load.headroom(way), count_noun(load.num_nodes, "node"), ""
         if way == WHOLE_CHUNKS:
             chunk_limit = f"; chunks may be up to {load.longest_chunk_s:.3g} s long ({_SOURCE})"
-        # If one of several nodes measured the speed, the total speed of all nodes is between this speed and this speed
-        # times the number of nodes, so there are three possible verdicts.
+        # If one of several nodes measured the speed, the total speed of all nodes is at least the measured speed and at
+        # most this speed times the number of nodes. There are therefore three possible verdicts.
         if headroom >= 1:
             condition = (
                 "" if load.is_total else f", even if {nodes} together get only the speed that this node measured"
@@ -272,7 +272,7 @@ class Column:
         clips: Description of the clips or segments over which the means are taken.
         set_bytes: Total size of the tars in bytes.
         num_shards: Number of shards in the variant.
-        sampled_shards: Sample of the shards.
+        sampled_shards: Shards in the sample.
         reads: (shard, ranges) of each sampled clip, or of the latents of each chunk, in the sampled shards.
     """
 

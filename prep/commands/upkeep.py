@@ -336,8 +336,8 @@ def use(
 ) -> None:
     """Make a variant the current variant of its column, so that training reads it. No file is removed.
 
-    A training process that is already running keeps reading its variant. When the
-    column's command runs again, it makes the variant with its settings current.
+    A training process that is already running keeps reading its variant. When the column's command runs again, it makes
+    the variant with its settings current.
 
     Example:
 

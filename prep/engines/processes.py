@@ -120,7 +120,7 @@ class ProcessEngine:
         self._num_started += 1
         driver_pipe, worker_pipe = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, worker_pipe, gpu), daemon=True)
-        # Hide the main module. Otherwise, `multiprocessing` would load the complete command line in the new process.
+        # Hide the main module. Otherwise, `multiprocessing` would import the command-line program in the new process.
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
@@ -135,7 +135,7 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
     die_with_driver()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads the variable later, when it first uses a GPU
-    # Ctrl-C goes to the complete process group, but the driver decides what happens to its workers.
+    # Ctrl-C reaches all processes of the group, but the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
     if reason is not None:  # this engine has no other node

@@ -520,7 +520,7 @@ def _serve_call(function: Callable[..., Any], arguments: tuple[object, ...], pip
 
 def _detach() -> None:
     die_with_driver()
-    # Ctrl-C goes to the complete process group, but the command decides what happens to this process.
+    # Ctrl-C reaches all processes of the group, but the command decides what happens to this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null_device = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

@@ -360,9 +360,9 @@ class ActorRun:
             self._busy_actors[call] = actor, attempt
 
     def _finish_task(self, call: Any) -> Events:
-        """Handle the end of a task: yield its outcome, or let other nodes try the task if the machine may have failed.
+        """Handle the end of a task: yield its outcome, or let other nodes try the task if this node may be faulty.
 
-        The machine is considered faulty if another machine completes the task, but not if all nodes fail the task.
+        The node is considered faulty if another node completes the task, but not if all nodes fail the task.
         """
         actor, attempt = self._busy_actors.pop(call)
         error, result = self._get_result(call)
@@ -449,7 +449,7 @@ def worker_class(ray: Any, check: Check | None, need: Need) -> type:
             if reason is None:
                 from clipmill.prep.engines import die_with_parent
 
-                # When a driver is killed, its node exits, but without this call the worker would continue for a while.
+                # When the driver of a private instance is killed, its raylet exits. Kill the worker with the raylet.
                 die_with_parent()
             return node_id, reason
 

@@ -176,7 +176,7 @@ def as_failure(code: FailureCode, what: str) -> Iterator[None]:
     """Convert an error that libav raises inside the block into a SourceFailure.
 
     Args:
-        code: Code of the failure.
+        code: Code of the failure, unless the error has its own code.
         what: Description of the error, used as the start of the message.
     """
     import av.error

@@ -107,15 +107,15 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     num_unfinished = len(begins)
     while num_unfinished:
         try:
-            block = finished_slices.get(timeout=_TICK_S)
-            if block.is_abandoned:
+            current_slice = finished_slices.get(timeout=_TICK_S)
+            if current_slice.is_abandoned:
                 continue
         except Empty:
-            overdue_block = next((block for block in list(active_slices) if block.is_overdue(slow_folders)), None)
-            if overdue_block is None:
+            overdue_slice = next((active for active in list(active_slices) if active.is_overdue(slow_folders)), None)
+            if overdue_slice is None:
                 continue
-            block = overdue_block
-            remaining_slice = block.abandon()
+            current_slice = overdue_slice
+            remaining_slice = current_slice.abandon()
             slow_folders.add(os.path.dirname(remaining_slice.column[0].as_py()))  # noqa: PTH120 - as in `is_overdue`
             states.failures[remaining_slice.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
@@ -124,10 +124,10 @@ def _stat_local(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
             num_unfinished += 1
             Thread(target=_check_slices, args=(waiting_slices, active_slices, finished_slices), daemon=True).start()
         num_unfinished -= 1
-        active_slices.discard(block)
-        part = slice(block.begin, block.begin + block.num_done)
-        states.size_bytes[part], states.mtime_ns[part] = np.array(block.stat_values).reshape(-1, 2).T
-        states.failures.update({block.begin + row: failure for row, failure in block.failures.items()})
+        active_slices.discard(current_slice)
+        part = slice(current_slice.begin, current_slice.begin + current_slice.num_done)
+        states.size_bytes[part], states.mtime_ns[part] = np.array(current_slice.stat_values).reshape(-1, 2).T
+        states.failures.update({current_slice.begin + row: failure for row, failure in current_slice.failures.items()})
     return states
 
 
@@ -193,14 +193,14 @@ def _check_slices(
     """Check slices until the queue is empty or the current slice is abandoned. This function runs in a thread."""
     while True:
         try:
-            block = waiting_slices.get_nowait()
+            current_slice = waiting_slices.get_nowait()
         except Empty:
             return
-        block.since_s = time.monotonic()
-        active_slices.add(block)
-        block.stat_all()
-        finished_slices.put(block)
-        if block.is_abandoned:
+        current_slice.since_s = time.monotonic()
+        active_slices.add(current_slice)
+        current_slice.stat_all()
+        finished_slices.put(current_slice)
+        if current_slice.is_abandoned:
             return
 
 

@@ -67,7 +67,7 @@ class Item:
         size_bytes: Size of the file.
         reason: Reason why the file is not needed.
         variant: Variant of the file (`column/variant`) if all files of the variant are removed; otherwise None.
-        kind: Kind of the file. Files of the same kind can be removed in any order.
+        kind: Kind of the file, such as "commit". Files of the same kind can be removed in any order.
     """
 
     path: Path
@@ -544,7 +544,7 @@ def garbage_text(garbage: Garbage, in_bucket: BucketGarbage, removal: Removal | 
     """Return the report of `prep gc`: removed files with their sizes, and kept files with the reasons.
 
     Args:
-        in_bucket: Unfinished uploads and foreign objects.
+        in_bucket: Unfinished uploads, and objects that do not match the data format.
         removal: Result of the removal; None in a dry run.
     """
     verb = "to remove" if removal is None else "removed"

@@ -164,7 +164,7 @@ class VideosStatus:
         caption_sources: Sources of captions; None if the caption table is damaged.
         is_indexed: True if the packets of the current chunks are in the sources (`prep index`). Then the size and
             modification time of each source were compared with the values in its probe.
-        num_to_read: Number of failed sources that the next run reads again, because the failure is transient or the
+        num_to_read: Number of failed sources that the next run probes again, because the failure is transient or the
             file has changed.
         num_with_audio: Number of usable videos with audio.
         num_noted: Number of videos with unusual properties, such as HDR or several video tracks.

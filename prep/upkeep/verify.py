@@ -490,7 +490,7 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def repair_text(command: str, messages: Iterable[str]) -> str:
-    """Return a clause that says how to repair damage.
+    """Return a clause that explains how to repair damage.
 
     Args:
         command: Command that repairs the damage.
