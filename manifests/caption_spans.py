@@ -1,7 +1,8 @@
 """Write and read the files that training maps into memory: the captions of a manifest by video and time.
 
-    caption_spans.arrow   one row per span, ordered by (video, begin_s, end_s), with the captions of the span: a list of
-                          (source, row, caption_id), ordered by source and row. All spans of a video are in one batch
+    caption_spans.arrow   one row per time span, ordered by (video, begin_s, end_s), with the captions of the span: a
+                          list of (source, row, caption_id), ordered by source and row. All spans of a video are in one
+                          batch
     caption_texts.arrow   the texts in the order of captions.parquet, uncompressed
 
 `video` and `row` are row indices in videos.parquet and captions.parquet, and `source` is an index into the sources in
@@ -9,7 +10,7 @@ the order of `source_order`. If captions have splits (schema.OPTIONAL_CAPTIONS),
 each caption's split, or -1 for the split of the video. Labels and likelihoods are only in captions.parquet.
 
 Each write of the manifest derives both files from the tables, and publishes them together with the tables
-(clipmill.manifests.write). Each rank maps the files, but only the rank that computes the sample table verifies them.
+(clipmill.manifests.write). Each rank maps the files, but only a rank that builds a table of samples verifies them.
 """
 
 import json
@@ -53,7 +54,7 @@ class SpanBlock:
     """Block of spans with their captions, as zero-copy views of the file. A block contains all spans of its videos.
 
     Attributes:
-        video: int32 [S], row of the video, ascending.
+        video: int32 [S], row index of the video in videos.parquet, or among the videos of a split; ascending.
         begin_s, end_s: float64 [S], span in seconds.
         counts: int32 [S], number of captions of each span. The captions of all spans are concatenated in [C].
         source: int16 [C], index into `CaptionSpans.sources`.
@@ -73,7 +74,7 @@ class SpanBlock:
     split: NDArray[np.int8] | None = None
 
     def select_videos(self, videos: "SplitVideos") -> "SpanBlock | None":
-        """Return the captions of a split, with `video` renumbered among its videos; None if there are no captions."""
+        """Return the captions of a split, with row indices in the split as `video`; None if there are no captions."""
         video, counts = videos.row[self.video], self.counts
         is_kept = video >= 0
         if is_kept.all() and videos.is_in_split is None:
@@ -173,8 +174,8 @@ class CaptionSpans:
         """Yield the spans in blocks, in the order of the file.
 
         Args:
-            videos: Videos of a split. Only the captions of this split are yielded, with `video` renumbered among these
-                videos. None yields all captions, with rows of videos.parquet in `video`.
+            videos: Videos of a split. Only the captions of this split are yielded, and `video` is a row index among
+                these videos. None yields all captions, and `video` is a row index in videos.parquet.
         """
         reader = pa.ipc.open_file(self._spans)
         for index in range(reader.num_record_batches):

@@ -1,11 +1,11 @@
-"""Write tables of captions: captions.parquet, digests of each video's captions, and files of pseudo-captions.
+"""Write tables of captions (captions.parquet, and files of pseudo-captions), and compute digests of captions.
 
-captions.parquet is written as a stream that merges the captions of one dataset with the captions of other datasets, in
-the order of their IDs. A plan compares the digests to detect changed captions.
+captions.parquet is written as a stream that merges new captions with the captions that are kept from the previous
+table, in the order of their IDs. The commands of `prep` compare the digests to detect changed captions.
 
 Pseudo-captions are captions that a model wrote. `train caption-chunks` and `prep captions` write them to a Parquet
-file, which `prep manifest captions` reads as a further source. The schema metadata of the file contains a JSON object
-under METADATA_KEY: `kind`, `weights`, `weights_sha256` (null if unknown), `video_variant`, `settings`, and keys that
+file, which `prep manifest captions` adds to the manifest. The schema metadata of the file contains a JSON object under
+METADATA_KEY: `kind`, `weights`, `weights_sha256` (null if unknown), `video_variant`, `settings`, and keys that
 depend on the command. The source of a pseudo-caption is `<name>@<8 hexadecimal digits>`, where the digits identify the
 version of the model. A new version replaces all captions of the earlier version.
 """
@@ -118,7 +118,7 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the captions of a Parquet file that `keep` selects, in batches. No batch is empty.
+    """Yield the captions that `keep` selects from a Parquet file, in batches. No batch is empty.
 
     Args:
         columns: Names of the columns to read, which must include caption_id, video_id and source. Default: all columns.

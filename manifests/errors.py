@@ -8,9 +8,9 @@
     ├── FailedWork         part of the work failed                   exit 1, a summary and the path of the failure list
     └── Stopped            the work was saved after SIGTERM          exit 143, how to continue
 
-The message for an OSError always contains the path. A missing permission and a missing optional package are user
-errors. A full or failing disk and a lack of memory are failed work. Any other exception that reaches the top level is a
-bug and keeps its traceback.
+The message for an OSError contains the path, if the error has one. A missing permission and a missing optional package
+are user errors. A full or failing disk and a lack of memory are failed work. Any other exception that reaches the top
+level is a bug and keeps its traceback.
 """
 
 import errno
@@ -27,7 +27,7 @@ EXIT_STORAGE_REFUSED = 3  # a scheduler may renew the credentials and run the co
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
-# Maximum length of a library's message, and the length of its start that is kept when the middle is removed.
+# Maximum length of a library's message. If it is longer, the first characters are kept, and the middle is removed.
 _MAX_CHARS, _NUM_FIRST_CHARS = 200, 60
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Errors from a disk that is full or read-only, or from a size limit. They are neither invalid requests nor bugs.
@@ -120,7 +120,7 @@ class StorageRefused(UserError):
 
 
 class StorageReason(str):
-    """Reason for excluding a node to which object storage denies access."""
+    """Reason why a node cannot run workers: object storage denies access to the node."""
 
 
 class Inaccessible(ClipmillError):

@@ -15,7 +15,7 @@ _BITRATE = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)(?P<unit>[kKM])", re.ASCII)
 
 
 def short_number(value: float) -> str:
-    """Format a number with three significant digits and without an exponent."""
+    """Format a number without an exponent: from 100, as an integer; below 100, with up to three significant digits."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     text = f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
@@ -150,8 +150,8 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 
 
-# Control characters except whitespace, line and paragraph separators, surrogates, and controls that override the
-# writing direction. Emoji joiners and right-to-left marks are not included, because valid text contains them.
+# Control characters except tabs and line breaks, Unicode's line and paragraph separators, surrogates, and controls that
+# override the writing direction. Emoji joiners and right-to-left marks are not included, because valid text has them.
 _HIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -161,7 +161,7 @@ def count_noun(number: int, noun: str, plural: str = "") -> str:
 
 
 def quote_value(value: object) -> str:
-    """Format an untrusted value, such as a value from a JSON file or a pickle, as `repr(value)` of up to 80 characters.
+    """Format an untrusted value, such as a value from JSON or a pickle, as `repr(value)` with at most 80 characters.
 
     Unlike `repr`, this function limits the recursion, and does not fail for an integer with thousands of digits.
     """

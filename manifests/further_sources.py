@@ -136,7 +136,7 @@ class FurtherCaptions:
         }
 
     def select(self, table: pa.Table) -> np.ndarray:
-        """Return a mask of the rows of `table` that are among these captions. There must be captions, ordered by ID."""
+        """Return a mask of the rows of `table` that are among these captions (at least one, ordered by ID)."""
         ids, table_ids = self.captions["caption_id"].to_numpy(), table["caption_id"].to_numpy()
         return np.asarray(ids[np.minimum(np.searchsorted(ids, table_ids), len(ids) - 1)] == table_ids)
 

@@ -1,8 +1,9 @@
 """Video IDs and chunk keys that are safe as names of tar members.
 
-A key has the form `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits the
-name to 100 bytes. Therefore, a safe ID consists of at most 64 characters from `[A-Za-z0-9_-]`: with the underscore, the
-nine digits and the longest extension (`.latents.npy`), a member name stays under 90 bytes.
+The key of a chunk, a part of a video, has the form `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at
+its first dot, and USTAR limits the name to 100 bytes. Therefore, a safe ID consists of at most 64 characters from
+`[A-Za-z0-9_-]`: with the underscore, nine digits and the longest extension (`.latents.npy.zst`), a member name has at
+most 90 bytes.
 """
 
 import hashlib

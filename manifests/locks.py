@@ -6,7 +6,7 @@ restrict `flock` to a single node, and others that turn locks off. In a bucket, 
 (`clipmill.manifests.storage.leases`).
 
 In $TMPDIR, the locked folders are private: only their owner can read them (`open_private`). They contain local copies
-of buckets and source videos, and scratch data.
+of buckets, source videos and checkpoints, and scratch data.
 """
 
 import errno
@@ -102,7 +102,7 @@ class FileLock:
             is_shared: Take a shared lock, which several processes can hold at once.
 
         Raises:
-            UserError: The folder is not writable, or its file system has no locks.
+            UserError: The file or its folder is not writable, or the file system does not support locks.
         """
         file_lock = cls._open(path)
         return file_lock if file_lock._acquire(is_shared=is_shared, waits=False) else None
@@ -115,7 +115,7 @@ class FileLock:
             on_wait: Function that is called once if the lock is not free within about 2 s.
 
         Raises:
-            UserError: The folder is not writable, or its file system has no locks.
+            UserError: The file or its folder is not writable, or the file system does not support locks.
         """
         for _ in range(_NUM_TRIES):
             if (file_lock := cls.take(path)) is not None:
@@ -221,7 +221,7 @@ def open_private(folder: Path) -> int:
     """Open a private folder, which is created if it is missing, and return a descriptor that can be locked.
 
     Raises:
-        PermissionError: The path is a link or a file, or the folder belongs or is accessible to other users.
+        PermissionError: The path is a link or a file, or the folder belongs to or is accessible to other users.
         OSError: The folder cannot be created.
     """
     while True:

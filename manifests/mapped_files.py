@@ -153,8 +153,8 @@ def _file_at(address: int) -> str | None:
     return None
 
 
-# Maximum number of open maps in a process, over all variants. The rest of the kernel's limit is left for maps that
-# cannot be closed because they are in use (a few thousand per loader of latents), for copies of remote tars
+# Maximum number of open maps in a process. The rest of the kernel's limit is left for maps that cannot be closed
+# because they are in use (a few thousand per loader of latents), for copies of remote tars
 # (clipmill.train.data.mapped_tars), and for libraries.
 MAX_OPEN_MAPS = 24_576
 

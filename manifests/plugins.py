@@ -36,10 +36,10 @@ class Parts(Mapping[str, Part], Generic[Part]):
         noun: Noun for the kind in messages, such as "loss".
         group: Entry-point group, without the prefix "clipmill.".
         kind: Class of the parts. A part's `name` must equal the name of its entry point.
-        builtin: Parts of clipmill, or their import paths in the form `package.module:NAME`.
+        builtin: Parts of clipmill by name, each as an object or an import path `package.module:NAME`.
         reserved_names: Further names that other packages must not use for parts, such as the names of other commands.
         pattern: Pattern that names must match. By default, words of lower-case letters and digits, joined by `-`.
-        fault: Function that checks a part from another package, and returns a description of the problem, or "".
+        fault: Function that checks a part from another package, and returns a description of the problem or "".
     """
 
     def __init__(
@@ -182,5 +182,5 @@ def import_object(path: str) -> Any:
 
 
 def import_late(path: str) -> Callable[..., Any]:
-    """Return a function that calls the function `package.module:NAME`, which is imported only for the first call."""
+    """Return a function that imports the function `package.module:NAME` when it is first called, and then calls it."""
     return lambda *arguments, **keywords: import_object(path)(*arguments, **keywords)

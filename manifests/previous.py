@@ -1,4 +1,4 @@
-"""Read the manifest before a write, and merge a dataset into it: videos keep their rows, and captions keep their IDs.
+"""Read the manifest before a write, and merge a dataset into it: videos keep their order, and captions keep their IDs.
 
 Only a complete manifest is used. If files of the manifest are damaged, a write is allowed only if it restores exactly
 the same tables, because different caption IDs would silently change the meaning of all shards that refer to captions.
@@ -39,7 +39,7 @@ FURTHER_KEY = "further_sources"  # key in manifest.json, which is missing if the
 
 @dataclass(frozen=True)
 class PreviousManifest:
-    """Content of the manifest before a write. It is empty if the manifest is missing or damaged.
+    """Content of the manifest before a write. The tables are empty if the manifest is missing or damaged.
 
     Attributes:
         videos: Table of schema.VIDEOS and schema.DATASET_DIGEST.
@@ -48,7 +48,7 @@ class PreviousManifest:
         next_caption_id: Lowest ID that has never been assigned to a caption.
         datasets: Record of each dataset, by name.
         further_records: Record of each further source of captions, by name (clipmill.manifests.further_sources).
-        damage: Reason why an existing manifest cannot be read; None if it can be read.
+        damage: Reason why an existing manifest cannot be read; otherwise, None.
         fingerprint: Fingerprint of a damaged manifest, if known.
     """
 
@@ -213,7 +213,7 @@ def count_changed_splits(old_videos: pa.Table, new_videos: pa.Table) -> int:
 
 
 def replace_dataset(old_videos: pa.Table, new_videos: pa.Table, *, dataset: str) -> pa.Table:
-    """Replace the videos of `dataset`. Videos in both tables keep their rows, and other new videos are appended."""
+    """Replace the videos of `dataset`. Videos in both tables keep their order, and other new videos are appended."""
     old_ids = old_videos["video_id"].combine_chunks()
     position = pc.index_in(new_videos["video_id"], value_set=old_ids).to_numpy(zero_copy_only=False)
     appended = old_videos.num_rows + np.arange(new_videos.num_rows)
@@ -245,7 +245,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
     """Return hashes of captions, uint64[N, 2].
 
     Args:
-        captions: Columns video_id, source (dictionary-encoded), begin_s, end_s, text.
+        captions: Columns video_id and source (both dictionary-encoded), begin_s, end_s and text.
     """
     captions = captions.select(["video_id", "source", "begin_s", "end_s", "text"]).unify_dictionaries()
     hashes = np.empty((captions.num_rows, _NUM_LANES), np.uint64)
@@ -312,7 +312,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
 def _rank_keys(hashes: np.ndarray) -> np.ndarray:
     """Return keys uint64[N] that distinguish equal captions.
 
-    A key is the first lane of the hash, plus a multiple of the number of equal captions in earlier rows.
+    A key is the first lane of the hash, plus the number of equal captions in earlier rows times a constant.
     """
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)

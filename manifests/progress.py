@@ -28,7 +28,7 @@ _REDRAW_S = 0.25
 _INTERVAL_S, _LATER_INTERVAL_S, _LATER_S = 10.0, 60.0, 120.0
 _BAR_WIDTH = 16
 _MIN_WINDOW_S, _NUM_SAMPLES = 60.0, 100
-_PROGRAM_START_S = time.monotonic()  # `prep` and `train` import this module first
+_PROGRAM_START_S = time.monotonic()  # `prep` and `train` import this module when they start
 _lock = RLock()
 _activities: list["Activity"] = []  # current activities, with the innermost activity last
 _close: Callable[[], object]  # function that ends the display

@@ -52,7 +52,7 @@ OPTIONAL_CAPTIONS = pa.schema(
         # Mean natural log-probability per token, if a model wrote the caption.
         pa.field("likelihood", pa.float32()),
         pa.field("split", pa.string()),  # split of this span, if it differs from the split of the video
-        pa.field("group", pa.string()),  # name of the moment, the same for all captions of this moment in any video
+        pa.field("group", pa.string()),  # moment that the span shows, by name; spans of other videos may show it, too
         pa.field("view", pa.string()),  # name of the camera that recorded this span
     ]
 )

@@ -4,9 +4,10 @@
     \"\"\"Batch size over all processes.\"\"\"
     stride: Annotated[int, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
 
-A settings class is derived from `Checked`. The generator `rules` of the class checks rules that involve several fields.
-Constructing invalid settings raises a UserError with all mistakes. The command-line parser constructs a group before
-the settings that contain it. Therefore, the parser defers the checks, and runs them once for the complete tree.
+A settings class is derived from `Checked`. Its method `rules` yields the mistakes that involve several fields. A field
+may contain another settings class, a group. Constructing invalid settings raises a UserError with all mistakes. The
+command-line parser constructs a group before the settings that contain it. Therefore, the parser defers the checks, and
+runs them once for the complete tree.
 """
 
 import math
@@ -89,7 +90,7 @@ class GoesWith:
 
 
 class Needs(GoesWith):
-    """Annotation of a setting that must keep its default, except for certain values of another setting in the group."""
+    """Annotation of a setting that must keep its default unless another setting of the group has certain values."""
 
 
 class Checked:

@@ -58,7 +58,7 @@ _UNITS = {
     "microbatch": "--microbatch is the number of samples that a process computes at once; --batch stays the same",
     "steps": "--steps is the number of optimizer steps: epochs x samples / --batch",
 }
-_KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # a key in a file has the form [loss][kind]
+_KEY_PART = re.compile(r"\[([^\[\]]*)\]")  # cyclopts writes a nested key of a file as [loss][kind]
 
 
 def usage_error(error: "CycloptsError", app: "App", arguments: Sequence[str]) -> UserError:
@@ -101,7 +101,7 @@ def usage_message(error: "CycloptsError") -> str:
 
 
 def _suggest_flag(error: "UnknownOptionError") -> str | None:
-    """Return the flag (without dashes) that corresponds to the unknown name in other programs, or None."""
+    """Return the flag (without dashes) for an unknown name that other programs use, or None."""
     flags = _flags(error)
     return next((flag for flag in _FOREIGN_NAMES.get(_unknown_name(error), ()) if flag in flags), None)
 
@@ -122,7 +122,7 @@ def _unknown_option(error: "UnknownOptionError") -> str:
 
 
 def _hints(error: "CycloptsError", command: str, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield hints about units of flags, values that begin with a dash, and patterns that the shell has expanded."""
+    """Yield hints about units, flags after `--`, values that begin with a dash, and patterns that a shell expands."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     if isinstance(error, UnknownOptionError) and error.token.source == "cli":

@@ -1,4 +1,4 @@
-"""Write the manifest: replace the rows of one dataset, or the captions of further sources.
+"""Write the manifest: replace the rows of one dataset, or captions that `prep manifest captions` adds.
 
 Every write ends with `publish_manifest`, which publishes all tables together.
 """
@@ -58,7 +58,7 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-# Value of the column `dataset` for rejected captions from further sources. Only the rows of the last command are kept.
+# Value of the column `dataset` for rows that `prep manifest captions` rejects. Its next run replaces these rows.
 FURTHER = "further captions"
 _MAX_REMOVED_FRACTION = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
 _MAX_LISTED = 3  # maximum number of videos listed in a message
@@ -70,7 +70,7 @@ class WriteResult:
 
     Attributes:
         folder: Folder of the manifest.
-        num_captions_lost: Number of captions that were lost because their videos are missing.
+        num_captions_lost: Number of captions that were lost because their videos are missing or rejected.
         num_rejected: Number of rejected files and rows, by reason.
         num_files_rejected: Number of rejected files, not counting individually rejected rows.
         num_splits_changed: Number of videos whose split differs from their split in the previous manifest.
@@ -108,7 +108,7 @@ def write_manifest(
 ) -> WriteResult:
     """Replace the rows of one dataset in the manifest. Other datasets do not change.
 
-    Videos that are already in the manifest keep their rows, and new videos are appended. Captions that are already in
+    Videos that are already in the manifest keep their order, and new videos are appended. Captions that are already in
     the manifest keep their IDs. Captions from further sources are removed only together with their videos. A video is
     rejected with its captions if a different dataset has a video with the same ID.
 
@@ -122,7 +122,8 @@ def write_manifest(
 
     Raises:
         UserError: The previous manifest is damaged, captions use the name of a further source, labels have a different
-            type than in the manifest, or too many videos would be removed.
+            type than in the manifest, a table would be too large, or too many videos would be removed.
+        ValueError: A caption refers to a video that is not in `videos`.
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -268,8 +269,8 @@ def publish_manifest(folder: Path, old: PreviousManifest, new: NewManifest) -> N
     """Publish a manifest in `folder`.
 
     Raises:
-        UserError: The previous manifest is damaged and `new` would not restore it, or labels have a different type than
-            in the previous manifest.
+        UserError: The previous manifest is damaged and `new` would not restore it, labels have a different type than in
+            the previous manifest, or a table is too large.
     """
     videos, rejected = new.videos, new.rejected
     if videos[DATASET_DIGEST.name].null_count == videos.num_rows:
@@ -318,7 +319,7 @@ class FurtherResult:
         num_captions: Number of captions in the new tables, by source.
         num_added: Number of captions that were not in the manifest before, by source.
         num_removed: Number of previous captions that are not in the new tables, by source.
-        num_stale: Number of replaced captions from earlier versions of a source, by version.
+        num_stale: Number of replaced captions from earlier versions of a model, by source including the version.
     """
 
     folder: Path
@@ -342,7 +343,8 @@ def write_further_captions(
         records: Record {"kind", "models"} of each source in `captions`, by source name.
 
     Raises:
-        UserError: The manifest is missing or damaged, or the name of a source is already in use.
+        UserError: The manifest is missing or damaged, the name of a source is already in use, or two sources are
+            versions of one model.
     """
     old = _require_manifest(data_dir)
     old_counts, further_records = _counts(old.captions_path), old.further_records
@@ -397,7 +399,7 @@ def remove_further_sources(data_dir: Path, names: Collection[str]) -> dict[str, 
         names: Names of sources. A name without a model version selects all versions.
 
     Raises:
-        UserError: The manifest is missing or damaged, or a further source does not exist.
+        UserError: The manifest is missing or damaged, or a name does not refer to a further source.
     """
     old = _require_manifest(data_dir)
     further_records = old.further_records
