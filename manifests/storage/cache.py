@@ -46,7 +46,7 @@ class DamagedCopy(OSError):
 
 @dataclass(eq=False)
 class CachedFile:
-    """An open copy. It stays in the cache until its descriptor and all memory maps of the descriptor are closed.
+    """An open copy. It cannot be evicted until the descriptor and all memory maps of the descriptor are closed.
 
     Attributes:
         path: Path of the copy.
@@ -176,7 +176,7 @@ class ObjectCache:
 
         Args:
             sizes: Sizes of the objects in bytes, by name.
-            only_if_it_fits: True to return False if the objects do not fit, instead of raising an error.
+            only_if_it_fits: Return False if the objects do not fit. By default, an error is raised.
 
         Raises:
             NoRoom: The objects do not fit, and `only_if_it_fits` is False.

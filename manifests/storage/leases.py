@@ -1,17 +1,18 @@
-"""Locks in buckets. Only one process can hold a lease, and it expires unless the process renews it.
+"""Leases: locks in buckets. Only one process can hold a lease, and a lease expires unless its holder renews it.
 
 A process takes a lease by writing the object on the condition that no other process has written it (If-None-Match for a
-new object, If-Match for a released lease). The holder rewrites the object every `RENEWAL_S` seconds, and releases the
-lease by replacing the content with a random number. Each version of the object has different content, so no two
-versions have the same etag. If a lease was not renewed for `EXPIRY_S` seconds, another process may take it over. The
-age of a lease is the difference between two timestamps from the server, so it does not depend on the machines' clocks.
+new object, If-Match for a released or expired lease). The holder rewrites the object every `RENEWAL_S` seconds, and
+releases the lease by replacing the content with a random number. Each version of the object has different content, so
+no two versions have the same etag. If a lease was not renewed for `EXPIRY_S` seconds, another process may take it over.
+The age of a lease is the difference between two timestamps from the server, so it does not depend on the machines'
+clocks.
 
 `objects.py` calls `require` before each request that changes an object. If the lease could expire before the request
 ends, the holder first renews it. If another process has taken over the lease, the request is not sent, and `LeaseLost`
 is raised.
 
 `HeldLeases` contains all leases of a process. A worker holds no lease itself, but checks that its command still holds
-its leases (`Fence`).
+the leases (`Fence`).
 """
 
 import json
@@ -123,7 +124,7 @@ class Lease:
                 interval_s *= 2
 
     def take_over(self, *, on_wait: Callable[[str], object]) -> None:
-        """Take the lease. If another process holds it but seems to be dead, wait until the lease expires.
+        """Take the lease. If another process holds it, but may have died, wait until the lease expires.
 
         Args:
             on_wait: Function that is called once with the name of the holder if the lease is not free.
@@ -153,7 +154,7 @@ class Lease:
             return None
 
     def require(self) -> None:
-        """Check that no other process can take over the lease before a request that starts now ends (`objects.Guard`).
+        """Check that no other process can take over the lease during a request that starts now (`objects.Guard`).
 
         If the lease could expire earlier, renew it.
 
@@ -288,7 +289,7 @@ def is_released(info: ObjectInfo) -> bool:
 
 
 def is_trusted(renewed_s: float) -> bool:
-    """Return True if a request that starts now ends before a lease that was renewed at `renewed_s` can expire."""
+    """Return True if a lease that was renewed at `renewed_s` cannot expire during a request that starts now."""
     return now_s() - renewed_s <= EXPIRY_S - WRITE_LIMIT_S - _MARGIN_S
 
 
@@ -324,7 +325,7 @@ _NUM_THREADS = 32
 
 
 class HeldLeases:
-    """All leases that a process must hold to write. Thread-safe.
+    """Leases that a process, or the command of a worker, must hold while the process writes. Thread-safe.
 
     Attributes:
         fences: Key and token of each lease that this process itself holds.
@@ -355,7 +356,7 @@ class HeldLeases:
             lease.release()
 
     def fence(self, key: str, token: str) -> None:
-        """Check that the command of this worker still holds a lease, before each later attempt to write."""
+        """Before each later attempt to write, check that the command of this worker still holds a lease."""
         if (key, token) not in self._fenced_leases:
             self._fenced_leases.add((key, token))
             self._guards.append(Fence(self._objects, key, token).require)
@@ -379,7 +380,7 @@ class Fence:
         self._lock = threading.Lock()
 
     def require(self) -> None:
-        """Check that the command cannot lose the lease before a request that starts now ends (`objects.Guard`).
+        """Check that the command cannot lose the lease during a request that starts now (`objects.Guard`).
 
         Raises:
             LeaseLost: Another process holds the lease, or the command has not renewed it in time.
@@ -439,7 +440,7 @@ def held_leases(objects: Objects, keys: re.Pattern[str], *, ignored_key: str = "
 
 
 def _held_record(objects: Objects, info: ObjectInfo, *, time_s: float) -> dict[str, Any]:
-    """Return the record in a lease. If its holder has died, release the lease and return an empty record."""
+    """Return the record in a lease. If the lease is abandoned or expired, release it, and return an empty record."""
     record = read(objects, info.key)
     if record and (is_abandoned(record) or time_s - info.modified_s >= EXPIRY_S):
         try:

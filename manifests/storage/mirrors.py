@@ -1,8 +1,8 @@
 """Mount table of this process: the local folders that mirror folders in buckets.
 
 `clipmill.manifests.publish` and `clipmill.shards.opening` call this module for each durable file that they write,
-remove or open. The module does not access buckets. If no data folder or run is in a bucket, no other module of this
-package is imported.
+remove or open. The module does not access buckets, and imports no other module of this package. Therefore, it costs
+little if all folders are local.
 
 A mirror is mounted by the process that opens a URL, and by each of its workers, on any machine, before the worker's
 first task (`mounting.py`, `Mirror.access`).
@@ -30,7 +30,7 @@ class Mirror(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no objects under the URL. The bucket is listed unless this command has listed it before."""
+        """True unless there are visible objects under the URL. The bucket is listed if it has not been listed yet."""
 
     def upload(self, temporary: Path, path: Path) -> None:
         """Upload the file `temporary` as the object for `path`. The caller renames the file afterwards."""
@@ -62,7 +62,7 @@ class Mirror(Protocol):
     def open(self, path: Path) -> int | None:
         """Open a file whose content is only in the bucket, and return a descriptor. Return None for local files.
 
-        A small file becomes a local file, so None is returned for it as well.
+        A file other than a shard or a part of a checkpoint becomes a local file, so None is returned for it as well.
         """
 
     def drop_content(self) -> None:
@@ -94,7 +94,7 @@ class Mirror(Protocol):
         """
 
     def lock_names(self) -> list[str]:
-        """Return the names of all locks in the last listing, both held and released."""
+        """Return the names of all locks in the last listing of the data folder, both held and released."""
 
     @property
     def access(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Mirror(Protocol):
         """Raise LeaseLost if another command may have taken over one of this command's locks."""
 
     def holder_of(self, name: str) -> str | None:
-        """Return the holder of a lock and the time when it took the lock, or None if the lock is free."""
+        """Return the holder of a lock and the time of acquisition as text, or None if the lock is free."""
 
     def refresh(self, folder: Path) -> None:
         """Update the local files of a folder to match the bucket."""

@@ -59,7 +59,7 @@ def open_run(url: str) -> Path:
 
 
 def is_small_in_run(key: str) -> bool:
-    """Return True for a file of a run that is always fetched, unlike parts of checkpoints, pages and event files."""
+    """Return True for a file that is always fetched: not a part of a checkpoint, an HTML page or an event file."""
     return not key.endswith((".bin", ".html")) and "tfevents" not in key
 
 

@@ -30,7 +30,7 @@ def set_wait_reporter(report: Callable[[str], object] | None) -> None:
 
 @contextmanager
 def watch_request(url: str, *, num_bytes: int) -> Iterator[None]:
-    """Context manager around a request that shows a message if the server does not respond in time.
+    """Context manager for a request. It shows a message if the server does not respond in time.
 
     Args:
         url: URL of the folder as the user typed it. (Names of objects, such as locks, would mean nothing to the user.)

@@ -63,7 +63,8 @@ def is_lock(key: str) -> bool:
 def journal_owner(key: str) -> str | None:
     """Return the folder that a journal belongs to, or None for any other file.
 
-    A journal grows line by line. Objects cannot grow, so a journal is stored only on the machine that writes it.
+    A journal of answers from a model grows line by line. Objects cannot grow, so a journal is stored only on the
+    machine that writes it.
     """
     match = _JOURNAL.fullmatch(key)
     return match[1] if match else None
@@ -274,7 +275,7 @@ class WorkingCopy:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._fetch, fetch_queue):
                 pass
-        # Journals come last: the recipe of a removed folder must be removed before them.
+        # Journals come last, because a journal is removed only if the recipe of its folder has been removed.
         for key in sorted(states.keys() - infos.keys(), key=lambda key: journal_owner(key) is not None):
             owner = journal_owner(key)
             is_kept = owner is not None and (self.folder / owner / "recipe.json").is_file()
