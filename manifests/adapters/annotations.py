@@ -111,7 +111,7 @@ def read_csv(path: Path, *, required: Sequence[str], separator: str = ",") -> It
         required: Names of the columns that the file must have.
 
     Raises:
-        UserError: The file cannot be read as text, lacks a required column, or has two columns with the same name.
+        UserError: The file is not a valid CSV file, lacks a required column, or has two columns with the same name.
     """
     rows = csv_rows(text_lines(path), path=path, separator=separator)
     header = next(rows, [])
@@ -225,7 +225,7 @@ def text_lines(path: Path, *, encoding: str = _UTF8) -> Iterator[str]:
         encoding: Encoding of the file. By default, UTF-8 with or without a byte order mark.
 
     Raises:
-        UserError: The file cannot be read, or has a different encoding. The message contains the line number.
+        UserError: The file cannot be read, has a different encoding, or contains a NUL byte or a line that is too long.
     """
     try:
         with open_annotations(path, encoding=encoding, newline="") as file:
@@ -252,7 +252,7 @@ def parse_seconds(value: object, *, default: float) -> float:
         default: Return value for an empty cell.
 
     Raises:
-        ValueError: The value has neither form, is infinite, or cannot be represented as a float.
+        ValueError: The value has neither form, is not finite, or cannot be represented as a float.
     """
     if value is None or value == "":
         return default
@@ -357,16 +357,16 @@ class Reason(StrEnum):
     BAD_NAME = "bad_name"  # file name that is not valid Unicode, or object whose name obstore cannot handle
     EMPTY_FILE = "empty_file"  # video of zero bytes
     NOT_A_FILE = "not_a_file"  # folder, pipe, socket or device with the name of a video
-    UNREADABLE = "unreadable"  # inaccessible file or folder: a broken or circular link, or a missing permission
+    UNREADABLE = "unreadable"  # file or folder that cannot be read, such as a broken link; damaged subtitle file
     EMPTY_ID = "empty_id"  # row that does not identify a video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # time that is negative, too late or not finite, or an end that is not after the start
     BAD_FPS = "bad_fps"  # times in frames with an fps that is not a frame rate
     BAD_LIKELIHOOD = "bad_likelihood"  # likelihood that is not a number, or is above 0
     BAD_SOURCE = "bad_source"  # source with characters other than letters, digits, ".", "-" and "_"
-    BAD_SPLIT = "bad_split"  # split that is not train, val or test, or a complete video in two splits
+    BAD_SPLIT = "bad_split"  # split that is not train, val or test, or a second split for a complete video
     BAD_LABEL = "bad_label"
-    NO_INTERVAL = "no_interval"  # timestamp that the interval rule cannot expand
+    NO_INTERVAL = "no_interval"  # timestamp of a narration that cannot be expanded to an interval
     UNSURE = "unsure"  # narration that the annotator marked as unsure
     LEFT_OUT = "left_out"  # video that a list excludes; one row per video, with the number of captions
     REDACTED = "redacted"  # content that the dataset withholds

@@ -1,4 +1,4 @@
-"""Read datasets of short clips, with captions (MSR-VTT, VATEX) or with classes (Kinetics, Something-Something v2).
+"""Read datasets of short clips with captions (MSR-VTT, VATEX), classes (Kinetics) or both (Something-Something v2).
 
 *MSR-VTT* (Xu et al. 2016) has clips of 10 to 30 s. Each clip has about twenty captions, which apply to the complete
 clip, and one category. The official files (train_val_videodatainfo.json, test_videodatainfo.json) and MSRVTT_data.json
@@ -38,7 +38,7 @@ a number, so a dataset should not mix lists with numbers and lists with names.
 
 *Something-Something v2* (Goyal et al. 2017) has clips of 174 actions with objects, one action per clip. train.json and
 validation.json are lists of {"id": "78687", "label": "holding a cup next to a box", "template": "Holding [something]
-next to [something]", "placeholders": ["a cup", "a box"]}. The file names may have the prefix `something-something-v2-`.
+next to [something]", "placeholders": ["a cup", "a box"]}. These names may have the prefix `something-something-v2-`.
 The caption is `label`. The class is the template without brackets, as in labels.json. The videos are files `<id>.webm`.
 The split is derived from the file name. test.json lists videos without labels. Their classes are in test-answers.csv,
 in lines of the form `<id>;<class>`. The class is also the caption, with the source `class`. If labels.json is passed,

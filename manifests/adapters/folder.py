@@ -4,7 +4,8 @@ Each video file becomes a video. Its ID is the relative path without the extensi
 extension, the ID includes the extension (`file_ids`). The table has these columns:
 
 - `video`: Relative path or file name, with or without the extension. If a name without an extension matches several
-  files, it refers to the file whose ID equals the name. If no file matches, the lookup ignores separators and case.
+  files, it refers to the file whose ID equals the name. If no file matches, the lookup ignores case and the difference
+  between slashes and backslashes.
 - `text`: Caption. A row with labels does not need a text. Without a text, its caption is the name of the class, with
   the source `class`.
 - `begin_s`, `end_s` or `duration_s` (optional): Time span. Without times, a caption applies to the complete video, from
@@ -149,7 +150,7 @@ class _Videos:
         return file
 
     def missing_detail(self, name: str) -> str:
-        """Return the detail for a name that matches no file, with the nearest name as a suggestion."""
+        """Return a description of a name that matches no file, with the nearest name as a suggestion."""
         if name not in self._suggestions:
             nearest = self._names.find(name)
             self._suggestions[name] = "" if nearest is None else f" (similar name: {nearest})"
@@ -226,7 +227,7 @@ def _add_captions(
         name, path = next(iter(videos.respelled_paths.items()))
         names = count_noun(len(videos.respelled_paths), "name")
         builder.note(
-            f'{table.name}: {names} of videos matched although separators or case differ, such as "{name}" for "{path}"'
+            f'{table.name}: matched {names} of videos although separators or case differ, such as "{name}" for "{path}"'
         )
 
 

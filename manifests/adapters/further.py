@@ -27,7 +27,7 @@ from clipmill.manifests.schema import CAPTIONS, OPTIONAL_CAPTIONS
 from clipmill.manifests.storage.urls import Location, location_name, parse_location
 
 TABLE = "table"  # value of `kind` in the record of a source whose table was not written by a model
-# Function that takes the rows of videos, begin_s and end_s, and returns booleans. All arrays have the same length.
+# Function that takes row indices of videos, starts and ends in seconds (arrays of equal length), and returns a mask.
 HasChunk = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _LIKELIHOOD = OPTIONAL_CAPTIONS.field("likelihood")
 _SCHEMA = pa.schema([field for field in CAPTIONS if field.name != "caption_id"]).append(_LIKELIHOOD)
@@ -197,7 +197,8 @@ class _Reader:
         if moved_paths := self._videos.moved_paths:
             first, path = next(iter(moved_paths.items()))
             paths = count_noun(len(moved_paths), "path")
-            self._builder.note(f"{paths} in the tables not found; videos matched by file name: {first} is {path}")
+            reason = "it does not exist" if len(moved_paths) == 1 else "they do not exist"
+            self._builder.note(f"matched {paths} in the tables by file name, because {reason}: {first} is {path}")
         further_reading = replace(
             self._builder.build(),
             captions=pa.concat_tables(self._parts).unify_dictionaries(),

@@ -1,8 +1,8 @@
 """Collect the output of an adapter: videos, captions and rejected rows.
 
 `ReadingBuilder` collects rows without creating a Python object for each row. `AnnotatedVideos` looks up the videos that
-occur in annotations. Annotation files at URLs are downloaded to a temporary folder for as long as an adapter reads
-them (`read_with_local_tables`).
+occur in annotations. `read_with_local_tables` downloads annotation files at URLs to a temporary folder while an adapter
+reads them.
 """
 
 import tempfile
@@ -109,7 +109,7 @@ class Reading:
             schema.OPTIONAL_CAPTIONS that have values. The dictionary of video_id is videos.video_id.
         rejected: Table of schema.REJECTED.
         num_captions_lost: Number of captions whose videos are unavailable.
-        num_rows_used: Number of rows that became captions or videos without captions, by annotation file.
+        num_rows_used: Number of rows that were used, for example for a caption or a video, by annotation file.
         example_file: Path of one of the video files, relative to the folder of the dataset.
         notes: Notes for the user, one sentence each.
     """
@@ -162,7 +162,7 @@ class ReadingBuilder:
     def scan(
         self, directory: Location, *, skip: Location | None = None, companions: frozenset[str] = frozenset()
     ) -> Scan:
-        """Find the video files like `find_videos`, and the files with the extensions `companions`."""
+        """Find the video files as `find_videos` does, and also the files with the extensions `companions`."""
         if isinstance(directory, str):
             return self.use_scan(
                 scan_bucket(directory, skip=skip if isinstance(skip, str) else None, companions=companions)
@@ -177,7 +177,7 @@ class ReadingBuilder:
             self.reject(fault.reason, file=str(fault.path), detail=fault.detail)
         self._example_file = scan.files[0].relative if scan.files else None
         if scan.num_hidden:
-            self.note(f"{count_noun(scan.num_hidden, 'hidden video')} ignored (names that begin with a dot)")
+            self.note(f"ignored {count_noun(scan.num_hidden, 'hidden video')} (names that begin with a dot)")
         if scan.outward_links:
             link, target = scan.outward_links[0]
             more = f", and {len(scan.outward_links) - 1:,} more" if len(scan.outward_links) > 1 else ""
@@ -193,7 +193,7 @@ class ReadingBuilder:
         self._num_rows_used.setdefault(file, 0)
 
     def count_row(self, file: Location) -> None:
-        """Count a used row without a caption. Such a row adds a video, whose captions may be in a different file."""
+        """Count a row that was used without a caption of its own, such as a row that adds a video or a split."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Location, split: str, size_bytes: int | None = None) -> int | None:
@@ -205,7 +205,7 @@ class ReadingBuilder:
         """Return True if a video file is usable; otherwise, add a rejected row. The file is not opened.
 
         Args:
-            path: Path of a file, which must be a regular file and not empty, or URL of an object.
+            path: Path of a file, or URL of an object. A file must be a regular file, and must not be empty.
             size_bytes: Size of the object; None for a file.
         """
         reason, detail = _file_fault(path, size_bytes=size_bytes)
@@ -214,7 +214,7 @@ class ReadingBuilder:
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Location, split: str) -> int | None:
-        """Add a video with a checked file, and return its index. If its ID is in use, reject it and return None."""
+        """Add a video whose file was checked, and return its index. If its ID is in use, reject it, and return None."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             detail = f"{self._videos['path'][self._video_ids[video_id]]} has the same ID"
@@ -500,8 +500,8 @@ class AnnotatedVideos:
                 video.
 
         Returns:
-            The index of the video in the builder, or None if the row is unusable. An unusable row is counted or
-            rejected.
+            The index of the video in the builder, or None if the row is unusable. The captions of an unavailable video
+            are counted; any other unusable row is rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="the row does not identify a video")
@@ -538,7 +538,7 @@ class AnnotatedVideos:
 
 
 def read_with_local_tables(tables: Sequence[Location], read: Callable[[list[Path]], Reading]) -> Reading:
-    """Call `read` with local copies of annotation files, and replace the paths of the copies with URLs in the result.
+    """Call `read` with local paths of annotation files. Files at URLs are downloaded; the result contains the URLs.
 
     Raises:
         UserError: A file cannot be downloaded, or `read` raises this error.

@@ -327,7 +327,7 @@ def note_companion_files(builder: ReadingBuilder, files: Sequence[VideoFile], *,
     subtitles = f"{count_noun(num_subtitles, 'subtitle file')} (.srt, .vtt)" if num_subtitles else ""
     asr = f"{count_noun(num_asr, 'file')} from speech recognition (.json)" if num_asr else ""
     if subtitles or asr:
-        builder.note(f"{' and '.join(filter(None, (subtitles, asr)))} not read; --subtitles reads them")
+        builder.note(f"ignored {' and '.join(filter(None, (subtitles, asr)))}; --subtitles reads such files")
 
 
 def _looks_like_asr(path: Location) -> bool:
@@ -396,7 +396,7 @@ class _Reader:
 
     def __init__(self, builder: ReadingBuilder, directory: Location) -> None:
         self._builder, self._directory = builder, directory
-        self._notes: dict[str, list[Location]] = defaultdict(list)
+        self._notes: dict[str, list[Location]] = defaultdict(list)  # files by note, with {} for their number
         self.num_read = 0  # number of files that are subtitles or output of speech recognition, including damaged files
 
     def add(self, video: int, files: Sequence[tuple[VideoFile, str]]) -> None:
@@ -410,12 +410,12 @@ class _Reader:
                 self.num_read += 1
                 continue
             if cues is None:
-                self._notes["not the output of speech recognition, ignored"].append(file.path)
+                self._notes["ignored {} without output of speech recognition"].append(file.path)
                 continue
             self.num_read += 1
             words = "".join("".join(str(cue.text).split()) for cue in cues)
             if words in seen_words:
-                self._notes["same words as a previous file of the video, ignored"].append(file.path)
+                self._notes["ignored {} with the same words as a previous file of the video"].append(file.path)
                 continue
             seen_words.add(words)
             kind = ASR if _suffix(file) == _ASR_SUFFIX else SUBTITLES
@@ -437,7 +437,7 @@ class _Reader:
         for text, paths in self._notes.items():
             more = ", ..." if len(paths) > _MAX_LISTED else ""
             names = ", ".join(on_one_line(location_name(path).name, max_chars=80) for path in paths[:_MAX_LISTED])
-            self._builder.note(f"{text}: {count_noun(len(paths), 'file')} ({names}{more})")
+            self._builder.note(f"{text.format(count_noun(len(paths), 'file'))}: {names}{more}")
 
     def _cues(self, path: Location) -> list[Cue] | None:
         text, encoding = decode_text(read_bytes(path))
@@ -453,7 +453,7 @@ class _Reader:
         else:
             cues = list(read_cues(text))
         if encoding is not None and cues is not None:
-            self._notes[f"not UTF-8, read as {encoding}"].append(path)
+            self._notes[f"read {{}} as {encoding} instead of UTF-8"].append(path)
         return cues
 
 

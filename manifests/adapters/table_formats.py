@@ -67,7 +67,7 @@ def note_encoding(path: Path, *, note: Callable[[str], None]) -> str:
     """Return the encoding of a text file, and add a note if it is not UTF-8."""
     encoding = encoding_of(path)
     if encoding in _ENCODING_NAMES:
-        note(f"{path.name} is not UTF-8, read as {_ENCODING_NAMES[encoding]}")
+        note(f"{path.name}: read as {_ENCODING_NAMES[encoding]} instead of UTF-8")
     return encoding
 
 
@@ -116,7 +116,7 @@ def _read_header(path: Path, *, encoding: str) -> tuple[str, str | None]:
 
 
 def _best_separator(header_line: str, *, required: Sequence[str]) -> str:
-    """Return the separator that yields the most required columns in the header, then the most known columns."""
+    """Return the separator that yields the most required columns in the header; in a tie, the most known columns."""
 
     def score(separator: str) -> tuple[int, int]:
         names = columns_of(header_cells(header_line, separator=separator))
@@ -155,7 +155,7 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
             "video,begin_s,end_s,text; docs/datasets.md lists the other names that are recognized",
         )
     if separator != ",":
-        note(f"{path.name}: cells separated by {_SEPARATORS[separator]}")
+        note(f"{path.name}: the cells are separated by {_SEPARATORS[separator]}")
     rows = csv_rows(text_lines(path, encoding=encoding), path=path, separator=separator)
     if declared_separator:
         next(rows)
@@ -187,7 +187,7 @@ def line_numbers(path: Path, rows: Collection[int]) -> dict[int, int]:
     separator = declared_separator or _best_separator(header_line, required=())
     reader = csv.reader(text_lines(path, encoding=encoding), delimiter=separator)
     line_of: dict[int, int] = {}
-    row = -3 if declared_separator else -2  # row number of the line before the header
+    row = -3 if declared_separator else -2  # number of the row before the first one; the header has the number -1
     try:
         while requested_rows - line_of.keys():
             line_number, cells = reader.line_num + 1, next(reader)

@@ -60,7 +60,7 @@ class AmbiguousName(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """Entry of a folder with a video extension. The entry need not be a regular file.
+    """Entry of a folder with the extension of a video or a companion file. The entry need not be a regular file.
 
     Attributes:
         path: Absolute path of a file, or URL of an object.
@@ -281,9 +281,9 @@ class NearestName:
     """Search for the video file with the most similar name, to suggest it for a name without a match.
 
     Args:
-        files: Video files. If there are too many, only a name that differs in case is suggested.
-        max_compared: Maximum number of names to compare with all files. For any further name, only a name that differs
-            in case is suggested.
+        files: Video files. If there are too many, only names that are equal except for case are suggested.
+        max_compared: Maximum number of names to compare with all files. For any further name, only names that are equal
+            except for case are suggested.
     """
 
     def __init__(self, files: Sequence[VideoFile], *, max_compared: int = _MAX_COMPARED) -> None:

@@ -31,8 +31,8 @@ def captions(reading: Reading) -> Rows:
             "cp1252",
             "Video;Start;Ende;End;Caption\r\na;1,5;x;62,0;Überfahrt, kurz\r\nb;;;;whole\r\n",
             [
-                "c.csv is not UTF-8, read as Windows-1252 (Latin-1)",
-                "c.csv: cells separated by semicolons",
+                "c.csv: read as Windows-1252 (Latin-1) instead of UTF-8",
+                "c.csv: the cells are separated by semicolons",
                 "c.csv: read Start as begin_s, End as end_s, Caption as text",
                 "c.csv: ignored Ende",
             ],
@@ -42,8 +42,8 @@ def captions(reading: Reading) -> Rows:
             "utf-16",
             "File Name\tt_start\tt_end\tSentence\na.mp4\t00:00:01.5\t0:01:02\tÜberfahrt, kurz\nb.mp4\t\t\twhole\n",
             [
-                "c.tsv is not UTF-8, read as UTF-16",
-                "c.tsv: cells separated by tabs",
+                "c.tsv: read as UTF-16 instead of UTF-8",
+                "c.tsv: the cells are separated by tabs",
                 "c.tsv: read File Name as video, t_start as begin_s, t_end as end_s, Sentence as text",
             ],
         ),
@@ -52,8 +52,8 @@ def captions(reading: Reading) -> Rows:
             "utf-16-le",
             "path|begin|stop|description\na|00:01,500|01:02|Überfahrt, kurz\nb|||whole\n",
             [
-                "c.txt is not UTF-8, read as UTF-16",
-                "c.txt: cells separated by vertical bars",
+                "c.txt: read as UTF-16 instead of UTF-8",
+                "c.txt: the cells are separated by vertical bars",
                 "c.txt: read path as video, begin as begin_s, stop as end_s, description as text",
             ],
         ),
@@ -130,7 +130,7 @@ def test_a_line_that_names_the_separator_for_excel_is_no_header(
     table.write_text(f'{first}video;begin_s;text\na;1,5;"one, two"\nb;x;three\n', newline="")
     reading = read_folder(make_videos("a.mp4", "b.mp4"), captions=table)
     assert captions(reading) == [("a", 1.5, inf, "one, two")]
-    assert reading.notes == ("c.csv: cells separated by semicolons",)
+    assert reading.notes == ("c.csv: the cells are separated by semicolons",)
     [row] = reading.rejected["row"].to_pylist()
     assert line_numbers(table, [row]) == {row: 3 + first.count("\n")}
     for below, what in (("video;text\na;b\n", "the next line is: video;text"), ("", "there is no other line")):

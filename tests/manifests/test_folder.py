@@ -49,7 +49,7 @@ def test_hidden_files_other_files_and_the_data_folder_are_passed_over(make_video
     reading = read_folder(folder, skip=folder / "data")
     assert reading.videos["source_id"].to_pylist() == ["a"]
     assert reading.notes == (
-        "1 hidden video ignored (names that begin with a dot)",
+        "ignored 1 hidden video (names that begin with a dot)",
         "2 files without a video extension: 1 .m3u8, 1 .txt",
     )
 
@@ -218,7 +218,7 @@ def test_names_in_another_case_or_with_other_separators_are_taken_if_they_are_un
     reading = read_folder(folder, captions=table)
     assert sorted(row[3] for row in captions(reading)) == ["0", "1", "2", "3", "6"]
     assert reading.notes == (
-        "captions.csv: 4 names of videos matched although separators or case differ, such as "
+        "captions.csv: matched 4 names of videos although separators or case differ, such as "
         '"Küche 2024\\Häschen & Baum.mp4" for "Küche 2024/Häschen & Baum.mp4"',
     )
     ambiguous, missing = reading.rejected.to_pylist()

@@ -252,7 +252,7 @@ def test_paths_that_do_not_exist_are_matched_by_file_name_where_it_is_clear(data
     assert result.reading.captions["video_id"].to_pylist() == ["v", "w"]
     assert result.reading.rejected["reason"].to_pylist() == ["missing_file"] * 3
     assert result.reading.notes == (
-        f"2 paths in the tables not found; videos matched by file name: {elsewhere[0]} is {paths[0]}",
+        f"matched 2 paths in the tables by file name, because they do not exist: {elsewhere[0]} is {paths[0]}",
     )
     for name in (f"/{'a' * 5000}.mp4", "/a\0.mp4"):
         assert read(data, table(name)).reading.rejected["reason"].to_pylist() == ["missing_file"]

@@ -227,9 +227,9 @@ def test_a_folder_is_read_with_the_files_beside_its_videos(make_videos: VideoMak
         ("gone.srt", None, "missing_file"),
     ]
     assert reading.notes == (
-        "not UTF-8, read as Windows-1252 (Latin-1): 1 file (b.c.srt)",
-        "same words as a previous file of the video, ignored: 1 file (e.srt)",
-        "not the output of speech recognition, ignored: 1 file (f.json)",
+        "read 1 file as Windows-1252 (Latin-1) instead of UTF-8: b.c.srt",
+        "ignored 1 file with the same words as a previous file of the video: e.srt",
+        "ignored 1 file without output of speech recognition: f.json",
     )
 
 
@@ -258,7 +258,7 @@ def test_without_the_flag_subtitles_are_mentioned_and_not_read(make_videos: Vide
     (folder / "a.json").write_text("{}")
     reading = read_folder(folder)
     assert reading.captions.num_rows == 0 and "likelihood" not in reading.captions.column_names
-    assert reading.notes == ("1 subtitle file (.srt, .vtt) not read; --subtitles reads them",)
+    assert reading.notes == ("ignored 1 subtitle file (.srt, .vtt); --subtitles reads such files",)
 
 
 def test_the_output_of_speech_recognition_that_is_not_read_is_counted(make_videos: VideoMaker) -> None:
@@ -269,10 +269,13 @@ def test_the_output_of_speech_recognition_that_is_not_read_is_counted(make_video
     (folder / "c.json").write_text('{"title": "a film"}')
     (folder / "other.json").write_text(json.dumps([segment]))
     os.mkfifo(folder / "d.json")
-    assert read_folder(folder).notes == ("2 files from speech recognition (.json) not read; --subtitles reads them",)
+    assert read_folder(folder).notes == (
+        "ignored 2 files from speech recognition (.json); --subtitles reads such files",
+    )
     (folder / "a.srt").write_text(SRT)
     assert read_folder(folder).notes == (
-        "1 subtitle file (.srt, .vtt) and 2 files from speech recognition (.json) not read; --subtitles reads them",
+        "ignored 1 subtitle file (.srt, .vtt) and 2 files from speech recognition (.json); "
+        "--subtitles reads such files",
     )
 
 

@@ -78,7 +78,7 @@ def test_captions_by_span_are_written_with_the_manifest(data: Path, tmp_path: Pa
 def test_a_table_of_another_machine_is_matched_by_file_name_with_a_note(data: Path, tmp_path: Path) -> None:
     path = Path(read_videos(data)["path"][0].as_py())
     (table := tmp_path / "t.csv").write_text(f"video,text,source\n/elsewhere/{path.name},a,s\n")
-    note = f"1 path in the tables not found; videos matched by file name: /elsewhere/{path.name} is {path}"
+    note = f"matched 1 path in the tables by file name, because it does not exist: /elsewhere/{path.name} is {path}"
     assert f"note: {note}\n" in captions(data, table).stdout
     assert captions(data, table, "--json").summary["notes"] == [note]
 
@@ -243,7 +243,7 @@ def test_subtitles_are_read_on_request_and_further_sources_stay(tmp_path: Path) 
     (videos / "a.mp4").write_bytes(b"x")
     (videos / "a.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nhello\n")
     folder = ("manifest", "folder", videos, "--data", data)
-    assert "note: 1 subtitle file (.srt, .vtt) not read; --subtitles reads them\n" in prep_here(*folder).stdout
+    assert "note: ignored 1 subtitle file (.srt, .vtt); --subtitles reads such files\n" in prep_here(*folder).stdout
     table = pseudo(tmp_path / "p.parquet", [{"video": "a", "text": "a"}], weights=FIRST)
     captions(data, table)
     ran = prep_here(*folder, "--subtitles")
