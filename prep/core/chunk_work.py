@@ -82,7 +82,7 @@ class ChunkWork:
             function is called before any lock is taken.
         resolve: Function settings -> (resolved settings, further values of the recipe, keyed by name). A further value,
             such as the hash of a model, replaces the setting of the same name. The function raises UserError if the
-            model does not exist.
+            model does not exist, or does not support the settings.
         name: Function recipe -> readable part of the variant's name: letters, digits, `-`, `_` and dots.
         weights: Function recipe -> path of local weights, which is recorded with the run; None without local weights.
         needs: Import path of a function that checks the machine of a worker, and the name of the recipe value to pass

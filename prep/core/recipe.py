@@ -27,7 +27,7 @@ class Recipe(Generic[Settings]):
     """Everything that determines the stored bytes of a column, except the input data.
 
     Attributes:
-        settings: Settings of the command; for `video`, with all defaults resolved.
+        settings: Settings of the command, in which model names, prompt files and, for `video`, defaults are resolved.
         values: Content of recipe.json.
         name: Readable part of the variant's name.
     """

@@ -143,7 +143,7 @@ class Request(Checked):
     monitoring: Annotated[Monitoring, Parameter(name="*")] = Monitoring()  # noqa: RUF009 - frozen
     workers: Workers = None
     max_failures: MaxFailures = "0"
-    # The next fields are flags only in subclasses that declare them again.
+    # `part`, `num_gpus`, `batch` and `scratch_size` are flags only in subclasses that declare them again.
     part: Annotated[str | None, _HIDDEN] = None
     num_gpus: Annotated[float | None, _HIDDEN] = None
     batch: Annotated[int | None, _HIDDEN] = None

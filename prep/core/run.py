@@ -50,7 +50,7 @@ class Summary:
         num_shards_empty: Number of shards made in this run in which every sample failed.
         num_chunks: Number of samples in the committed shards.
         num_encoded: Number of samples that this run made.
-        num_reused: Number of stored samples that this run reused.
+        num_reused: Number of samples that this run copied from stored shards.
         num_bytes_written: Total size of the tars that this run wrote, in bytes.
         encoded_s: Seconds of video that this run encoded or read to make samples.
         cpu_s: User and system CPU time of the workers, in seconds.
@@ -261,7 +261,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 def _finish(
     job: Job[W], part_job: Job[W], summary: Summary, results: dict[int, ShardResult], part_run: PartRun | None
 ) -> None:
-    """Remove orphaned commits, write the lists, and make the variant current if it is complete.
+    """Remove commits that are no longer planned, write the lists, and make the variant current if it is complete.
 
     Args:
         part_job: Copy of `job` with only the shards of this process.
@@ -371,7 +371,7 @@ def why_missing(
     gave_up: str | None = None,
     other_part: Part | None = None,
 ) -> Stop | None:
-    """Return the reason why a shard is not on disk as planned; None if the shard is on disk or orphaned.
+    """Return the reason why a shard is not on disk as planned; None if it is on disk or no longer planned.
 
     Args:
         commit: Commit of the shard on disk; None if there is no commit.
