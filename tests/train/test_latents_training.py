@@ -93,7 +93,7 @@ def test_damaged_latents_are_named_and_never_trained_on(tmp_path: Path, capsys: 
         ((*FLAGS, "--captions.min-relevancy", "0.1"), "not for segments of latents"),
         ((*FLAGS, "--captions.sources", "human=1"), "no caption of this manifest has the source 'human'"),
         (("--text-tower", "frozen", "--model", "tiny"), "has no video shards"),
-        ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "--num-frames 9: a segment of 2s has 8 frames"),
+        ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "but a segment of 2s has only 8 frames"),
         ((*COLUMNS, "--segment", "0.3s"), "a segment of '0.3s' is 1.2 frames"),
         ((*COLUMNS, "--segment", "two"), "'two' is not a segment length"),
         ((*FLAGS, "--split", "test"), "has no videos of split 'test'"),

@@ -56,7 +56,7 @@ class ClipFinisher:
 
     Attributes:
         samples: Clips, images, a stream, or a mixture of data folders.
-        settings: Settings, including normalisation and augmentation. Without a pixel mean, clips stay uint8.
+        settings: Settings of the clips, such as normalisation and augmentation. Without a pixel mean, clips stay uint8.
         rgb: True for RGB frames in the caller's batch; False for YUV frames.
         views: Temporal and spatial views of each clip in an evaluation.
         is_training: True to augment the clips.
@@ -205,7 +205,7 @@ def open_clips(
         pixel_mean, pixel_std: Mean and standard deviation of R, G and B, on a scale from 0 to 1. If both are given,
             `video` is normalised on the device: float32 [B, 3, T, S, S], the input of the commands' models.
         augment: Augmentation settings by name, such as {"flip": 0.5}. See the flags --augment.*. Augmentation needs
-            `pixel_mean`, `pixel_std` and shuffle=True.
+            `pixel_mean` and `pixel_std`, and has no effect with shuffle=False.
         captions: "text" to get `caption`; "embedding" to get `text`, which is the embedding stored by `prep text`;
             "all" to get `caption` and also `captions`, the list of all captions of each clip.
         sources: Sampling weights of caption sources, by name or pattern; captions from other sources are omitted. See
@@ -219,7 +219,7 @@ def open_clips(
             shuffle=False; `video` then has a view dimension after the batch dimension, ordered by temporal view and
             then by crop.
         workers: Number of decoding threads.
-        seed: Random seed for order, moments, crops and captions.
+        seed: Random seed for order, moments, crops, captions and augmentation.
         rank, world: Index of this process and number of processes; each process gets its share of the samples. Default:
             the values from torch.distributed; without a process group, the values that torchrun has set in the
             environment; without torchrun, a single process.

@@ -47,6 +47,7 @@ class SampleRequest:
         """Return the random number generator for a purpose; None in an evaluation.
 
         Args:
+            purpose: Name of the random choice, such as "crop".
             num_repeats: Number of consecutive positions that draw the same numbers.
         """
         first = self.position - self.position % num_repeats

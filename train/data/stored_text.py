@@ -210,7 +210,7 @@ class StoredText:
         depends_on: Values that identify the version of the variant.
 
     Raises:
-        UserError: The column does not exist, or a tar is missing or truncated.
+        UserError: The column does not exist or stores sequences of vectors, or a tar is missing or truncated.
     """
 
     def __init__(

@@ -64,7 +64,8 @@ def choose_variants(
         chosen: Names of variants by column, for each data folder (`clipmill.shards.dataset.reading_variants`).
 
     Raises:
-        UserError: A given name does not exist in any folder, or a recorded variant no longer exists.
+        UserError: A given name does not exist in any folder, a record lacks a name, or (without `print_note`) a
+            recorded variant no longer exists.
     """
     chosen: dict[Path, dict[str, str]] = {}
     existing_names: set[str] = set()

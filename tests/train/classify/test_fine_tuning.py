@@ -134,7 +134,7 @@ def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
     assert train("eval", "classification", second, "--clips", 5) == 2
     assert "5 clips x 1 crops apply to frames in pixels, not to latents" in capsys.readouterr().err
     assert train("classify", *words(*few, "--num-frames", 40), "--out", tmp_path / "none") == 2
-    assert "--num-frames 40: a segment of 5s has 20 frames" in capsys.readouterr().err
+    assert "--num-frames is 40, but a segment of 5s has only 20 frames" in capsys.readouterr().err
 
 
 def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:

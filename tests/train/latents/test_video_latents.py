@@ -122,7 +122,7 @@ def test_segments_are_the_stored_ones_unless_a_length_is_given(
     steps = ("--steps", 1, "--warmup-steps", 0, "--out")
     assert train("mae", *flags, "--mask-ratio", 0.5, *steps, tmp_path / "mae") == 0
     assert train("dual-encoder", *flags, "--num-frames", 9, *steps, tmp_path / "none") == 2
-    assert "--num-frames 9: a segment of 2s has 5 frames" in capsys.readouterr().err
+    assert "--num-frames is 9, but a segment of 2s has only 5 frames" in capsys.readouterr().err
     assert train("dual-encoder", *flags, "--text-tower", "frozen", *steps, tmp_path / "dual") == 0
     capsys.readouterr()
     assert train("eval", "retrieval", tmp_path / "dual", "--split", "train", "--json") == 0

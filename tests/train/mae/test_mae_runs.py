@@ -84,7 +84,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
 @pytest.mark.parametrize(
     ("frame", "flags", "message"),
     [
-        ((4, 8, 8), ("--segment", "2s", "--num-frames", 16), "--num-frames 16: a segment of 2s has 8 frames"),
+        ((4, 8, 8), ("--segment", "2s", "--num-frames", 16), "but a segment of 2s has only 8 frames"),
         ((4, 8, 8), ("--segment", "0.3s", "--num-frames", 2), "a segment of '0.3s' is 1.2 frames"),
         ((4, 6, 8), ("--segment", "2s", "--num-frames", 4), "latents of 6 x 8 cannot be cut into squares of 2"),
         ((4, 5, 5), ("--segment", "2s", "--num-frames", 4), "latents of 5 x 5 cannot be cut into squares of 2"),

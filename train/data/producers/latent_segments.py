@@ -232,7 +232,8 @@ def _require_compatible(query: DataQuery, samples: Samples[LatentReader]) -> Sam
     settings, shape, reader = query.settings, samples.frame_shape, samples.reader
     if settings.num_frames > reader.num_frames:
         raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {reader.segment_s:g}s has {reader.num_frames} frames",
+            f"--num-frames is {settings.num_frames}, but a segment of {reader.segment_s:g}s has only "
+            f"{reader.num_frames} frames",
             hint=f"use --num-frames {reader.num_frames} or fewer, or a longer --segment",
             flags=("--num-frames",),
         )
