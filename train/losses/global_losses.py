@@ -99,7 +99,7 @@ class GlobalContrast(ContrastiveObjective):
         extra_state: tuple[float, ...] = (),
     ) -> None:
         super().__init__(settings, inputs=inputs, dataset=dataset, world=world)
-        assert dataset is not None, "a global loss keeps state for each clip and caption of a dataset"
+        assert dataset is not None, "a global loss keeps an average for each clip and caption of a dataset"
         self._follows_code = settings.convention == "fast_clip"
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
@@ -240,7 +240,7 @@ def _check_ids(ids_b: torch.Tensor, name: str, size: int) -> torch.Tensor:
         invalid_ids = ids_b[is_outside_b].unique().tolist()
         ids = ", ".join(map(str, invalid_ids[:5])) + (", ..." if len(invalid_ids) > 5 else "")
         raise UserError(
-            f"{name} IDs {ids} are out of range: the loss has state for {size} {name}s, with IDs 0 to {size - 1}",
+            f"{name} IDs {ids} are out of range: the loss keeps averages for {size} {name}s, with IDs 0 to {size - 1}",
             hint=f"the data have changed since the run began: {NEW_RUN}",
         )
     return ids_b
@@ -361,7 +361,7 @@ class SharedTemperature(GlobalContrast):
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the temperature as both factors, or 1 for v0.
 
-        The public code uses 1 for all losses but v3, because its commands scale only v3.
+        The public code uses 1 for all losses except v3, because its training commands scale only the loss of v3.
         """
         is_scaled = self._is_v3 or not (self._is_v0 or self._follows_code)
         factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)

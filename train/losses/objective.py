@@ -14,7 +14,7 @@ class Objective(nn.Module):
     """Loss with its parameters, such as a temperature, and any values that it stores for samples of the training set.
 
     The parameters are small, and have the same values on all ranks. The loop trains them together with the model's
-    parameters, and averages their gradients over the ranks. Checkpoints contain the `state_dict`. In the `state_dict`,
+    parameters, and averages their gradients over the ranks. Checkpoints contain the `state_dict`, in which
     tensors that are sharded over ranks are DTensors.
     """
 

@@ -36,7 +36,7 @@ class LossSpec:
 
     @property
     def is_global(self) -> bool:
-        """True if the loss keeps state for each clip and each caption of the training set."""
+        """True if the loss keeps a moving average for each clip and each caption of the training set."""
         return "gamma" in self.settings
 
     def load(self) -> Any:
@@ -158,8 +158,8 @@ class Loss(Choice):
 
     kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
-    """Source of the gradients of the FastCLIP losses: the paper, or its public code, which differs from the paper. The
-    published hyperparameters are for the code."""
+    """Source of the formulas of the FastCLIP losses. paper: the paper; fast_clip: its public code, which differs from
+    the paper. The published hyperparameters are for the code."""
     temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False

@@ -81,7 +81,11 @@ def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
 @pytest.mark.parametrize(
     ("name", "ids", "message"),
     [
-        ("clip_id", [0, 1, 2, 3, 4, 7], "clip IDs 7 are out of range: the loss has state for 7 clips, with IDs 0 to 6"),
+        (
+            "clip_id",
+            [0, 1, 2, 3, 4, 7],
+            "clip IDs 7 are out of range: the loss keeps averages for 7 clips, with IDs 0 to 6",
+        ),
         ("caption_id", [0, 1, -3, 3, 4, 99], "caption IDs -3, 99"),
     ],
 )

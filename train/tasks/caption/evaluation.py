@@ -1,6 +1,6 @@
-"""Implementation of `train eval caption`: caption the clips of a split, score the captions, and write the pages.
+"""Implementation of `train eval caption`: caption the clips of a split, score the captions, and write a page of them.
 
-The pages load no external resources, regardless of the text in captions and names.
+The page loads no external resources, regardless of the text in captions and names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -238,7 +238,7 @@ _NUM_EXAMPLES = 12
 # Maximum number of evenly spaced clips with images on the page of all captions. Each image must be decoded again, and
 # takes about 8 kB.
 _MAX_WITH_IMAGES = 2000
-_NUM_PLAYED = 30  # number of playable clips with the lowest CIDEr-D; as many clips with the highest are playable
+_NUM_PLAYED = 30  # number of playable clips at each end of the ranking by CIDEr-D
 PLAYED = f"the {_NUM_PLAYED} clips with the lowest and the {_NUM_PLAYED} clips with the highest CIDEr-D can be played"
 # Layout of a clip's contact sheet.
 _NUM_COLUMNS = 2

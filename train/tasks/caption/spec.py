@@ -194,8 +194,8 @@ class DecoderSettings(Checked):
     name: Annotated[DecoderName, FIRST_RUN] = "gpt2"
     """Size of a decoder with random weights."""
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Pretrained GPT-2: a folder that also contains the tokenizer, or the name of a model to download (gpt2,
-    gpt2-medium, gpt2-xl)."""
+    """Pretrained GPT-2: a folder that also contains the tokenizer, or the Hugging Face name of a model to download
+    (such as gpt2)."""
     width: Annotated[int | None, SIZE] = None
     """Width of a decoder with random weights. Default: the width of --decoder.name."""
     depth: Annotated[int | None, SIZE] = None
@@ -233,7 +233,7 @@ class DecoderSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEvaluation(EvaluationSettings):
-    """Evaluation of generated captions during training."""
+    """Settings for the evaluation of generated captions during training."""
 
     lower_is_better = ("loss",)
 

@@ -1,4 +1,4 @@
-"""Task `train caption`: samples, model, loss and in-training evaluation of a captioner.
+"""Task `train caption`: samples, model and loss of a captioner, and its evaluation during training.
 
 A captioner consists of a video tower and a decoder that reads the tower's tokens. A sample contains one or several
 captions of its clip, as tokens with an end token, padded with `NO_TOKEN`. The decoder predicts each token from the

@@ -72,7 +72,7 @@ class TrainedCaptioner:
 
     @property
     def source(self) -> str:
-        """Name of the model as a source of captions: `name` without forbidden characters, and a hash."""
+        """Name of the model as a source of captions: `name`, with hyphens for special characters, and a hash."""
         name = re.sub(r"[^\w.-]+", "-", self.name)
         return f"{name}@{self.weights_sha256[:8]}"
 

@@ -39,7 +39,7 @@ _ALPHA = Range(0, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class ClassEvaluation(EvaluationSettings):
-    """Evaluation of a classifier during training."""
+    """Settings for the evaluation of a classifier during training."""
 
     # EVERY is omitted, because the split is always read: its classes are also classes of the model.
     split: str = "val"
@@ -132,7 +132,7 @@ class ClassificationFlags(Checked):
     flag twice: first for the file of verbs, then for the file of nouns."""
 
     def evaluation(self) -> ClassEvaluation:
-        """Return these flags as the settings of an evaluation during training."""
+        """Return the settings for an evaluation with these flags."""
         return ClassEvaluation(split=self.split, clips=self.clips, crops=self.crops)
 
 

@@ -1,5 +1,7 @@
 """Evaluation of a dual encoder after or during training, and examples for the results page.
 
+An evaluation has three steps:
+
 1. The files of the protocol are read, so that errors in these files are reported before training starts.
 2. Every rank embeds its part of the split. The embeddings are gathered in the order of the samples.
 3. A `Scorer` converts the embeddings to JSON-serialisable values for the result file, or to metrics for the training
@@ -159,7 +161,7 @@ class MirMatch:
     """Similarities and relevancies of clips and sentences.
 
     Attributes:
-        clip_N: Rows of the clips in the embeddings.
+        clip_N: Row of each clip in the embeddings, int64.
     """
 
     similarity_NM: NDArray[np.float32]

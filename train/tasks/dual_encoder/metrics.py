@@ -35,7 +35,7 @@ class RetrievalScores:
         recall: Fraction of queries with a rank of at most k, for each k.
         chance: Expected recall of random rankings, for each k.
         median_rank: Median of the ranks of all queries.
-        chance_median_rank: Expected median rank of random rankings.
+        chance_median_rank: Median rank of random rankings: the smallest k whose chance recall is at least 1/2.
     """
 
     num_queries: int

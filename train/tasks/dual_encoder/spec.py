@@ -61,7 +61,7 @@ _METRICS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
-    """Evaluation of a dual encoder during training."""
+    """Settings for the evaluation of a dual encoder, during or after training."""
 
     lower_is_better = tuple(name for kind in ("", _SOFTMAX) for name in _retrieval_metrics(kind, metrics=_RANKS))
 
@@ -217,7 +217,7 @@ class RetrievalFlags(ClipFlags):
     are divided. Dual softmax uses all queries of the test set together."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return these flags as the settings of an evaluation during training."""
+        """Return the settings for an evaluation with these flags."""
         return DualEncoderEvaluation(split=self.split, protocol=self.protocol, dual_softmax=self.dual_softmax)
 
 
@@ -235,7 +235,7 @@ class MirFlags(ClipFlags):
     Default: the distinct captions, in the order of the manifest."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return these flags as the settings of an evaluation during training."""
+        """Return the settings for an evaluation with these flags."""
         return DualEncoderEvaluation(
             protocol="mir", split=self.split, relevancy=self.relevancy, sentences=self.sentences
         )
@@ -249,7 +249,7 @@ class EgoMcqFlags(ClipFlags):
     """Question file (egomcq.json). Required. Use the file that was passed to prep manifest ego4d."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return these flags as the settings of an evaluation during training."""
+        """Return the settings for an evaluation with these flags."""
         return DualEncoderEvaluation(protocol="egomcq", split=self.split, questions=self.questions)
 
 
@@ -267,7 +267,7 @@ class ZeroShotFlags(ClipFlags):
     """Label column of the captions, such as verb. Required if there are several label columns."""
 
     def evaluation(self) -> DualEncoderEvaluation:
-        """Return these flags as the settings of an evaluation during training."""
+        """Return the settings for an evaluation with these flags."""
         return DualEncoderEvaluation(
             protocol="zero-shot",
             split=self.split,

@@ -67,7 +67,7 @@ def mask_counts(
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Draw tube masks, bool [B, N], which mask the same int(ratio * P) patches at every step (VideoMAE, section 3.2).
+    """Draw tube masks, bool [B, N], which mask the same int(ratio * P) patches at every step (VideoMAE, section 3).
 
     Args:
         positions_B: Positions of the samples in the run, int64, on the device that draws the masks.
@@ -261,8 +261,8 @@ def normalised_cubes(
 ) -> torch.Tensor:
     """Return the targets of the predicted cubes, [B, M, V]: (x - mean) / (sqrt(unbiased variance) + 1e-6).
 
-    The mean and the variance are computed over the t * p * p values of a cube in one channel (VideoMAE, section 3.3;
-    its code and transformers use the same constants). The dtype is at least float32.
+    The mean and the variance are computed over the t * p * p values of a cube in one channel (VideoMAE, section 3; its
+    code and transformers use the same constants). The dtype is at least float32.
 
     Args:
         video_BCTHW: Clips, as passed to the model.
