@@ -1,11 +1,11 @@
 """Answers from vision-language models: the interface to models and servers, the journal of answers, and the samples.
 
-    <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 digits> <JSON>`
+    <variant>/answers/000003.jsonl   the answers for chunks of shard 3, one per line: `<CRC-32, 8 hex digits> <JSON>`
     <variant>/answers/spent          the tokens used by the current run, 8 bytes per answer (`Budget`)
 
-Each answer is on disk before the next request takes its slot. A killed run therefore loses the requests in
-flight, but no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several
-lines, the last one counts. The journal is kept because it contains values that the shard lacks, such as the duration of
+Each answer is on disk before the next request takes its slot. A killed run therefore loses the requests in flight,
+but no response that was received and paid for. Truncated or damaged lines are ignored. If a chunk has several lines,
+the last line counts. The journal is kept because it contains values that the shard lacks, such as the duration of
 each request. A line identifies its chunk by the fingerprint of the chunk's content, so an answer is found even if the
 chunk has moved to a different shard.
 """
@@ -65,7 +65,8 @@ class CaptionTask:
 
     Attributes:
         rows: Rows of the shard to caption.
-        stop: Function that returns a reason to send no further requests, or None. It is called before each request.
+        stop: Function that returns a reason to send no further requests, or None. It is called before each request
+            or batch.
         read: Function that returns the content of the chunk in a row.
         pictures: Function that decodes those frames of a chunk that are sent to the model.
         keep: Function that stores the answer for a row, or the reason why there is no answer. The answer is on disk
@@ -357,7 +358,7 @@ class Budget:
 
 
 def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
-    """Return the sample of a chunk: its caption, and facts about the answer."""
+    """Return the sample of a chunk: its caption, and the finish reason and token counts of the answer."""
     text = answer.caption
     fields = chunk.fields(
         {
@@ -373,7 +374,7 @@ def caption_sample(chunk: Chunk, answer: Answer) -> Sample:
 
 
 def check_caption(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Compare the member of a sample with its index row, and check the form of the caption."""
+    """Compare the member of a sample with its index row, and check that the caption is a single line of text."""
     try:
         description = parse_json(members[EXTENSION])
         member_values = {name: description[name] for name in ("key", *(field.name for field in CAPTIONS_FIELDS))}

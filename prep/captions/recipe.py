@@ -107,7 +107,8 @@ class CaptionsSettings(Checked):
     """Maximum length of the longer side of a frame in pixels, 16 to 4096. Smaller frames are not enlarged."""
 
     max_tokens: Annotated[int, MODEL, Range(1, 100_000)] = 256
-    """Maximum number of tokens per answer, 1 to 100000. An answer cut off at the limit fails (answer_truncated)."""
+    """Maximum number of tokens per answer, 1 to 100000. An answer that is cut off at the limit fails with
+    the code answer_truncated."""
 
     temperature: Annotated[float, MODEL, Range(0, 2)] = 0.0
     """Sampling temperature, 0 to 2. With 0, the most likely token is chosen at each step."""

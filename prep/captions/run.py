@@ -142,8 +142,8 @@ class Cost:
     Attributes:
         num_answers: Number of answers.
         num_uncounted: Number of answers without a complete token count from the server.
-        tokens_in: Number of input tokens.
-        tokens_out: Number of output tokens.
+        tokens_in: Number of input tokens; an unknown number counts as 0.
+        tokens_out: Number of output tokens; an unknown number counts as 0.
         seconds: Total duration of the requests in seconds.
     """
 

@@ -83,7 +83,7 @@ class Bank:
         self.refresh()
 
     def add_nan_rows(self, digests: Collection[bytes]) -> None:
-        """Add a NaN row for each text without a finite embedding, so that other parts do not find the text missing."""
+        """Add a NaN row for each text without a finite embedding, so that other parts do not count it as missing."""
         digest_array = np.frombuffer(b"".join(sorted(digests)), DIGESTS)
         rows = np.full((len(digest_array), self._width), np.nan, np.float16)
         write_block(self.folder, digest_array, rows, np.ones(len(digest_array)))
@@ -216,7 +216,7 @@ def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir:
 def _missing_rows(
     shard: CommittedShard, *, missing_digests: np.ndarray, is_missing: np.ndarray, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the missing texts in a shard (digests, rows, lengths) by sample, and set their `is_missing` to False."""
+    """Yield digests, rows and lengths of missing texts, sample by sample; set `is_missing` of these texts to False."""
     column = shard.index["text_digest"].combine_chunks()
     offsets, stored_digests = column.offsets.to_numpy(), from_arrow(column.values)
     positions = positions_in(missing_digests, stored_digests)

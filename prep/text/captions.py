@@ -110,7 +110,7 @@ class CaptionReader:
 
 
 DIGEST_BYTES = 16
-DIGESTS = np.dtype(f"S{DIGEST_BYTES}")
+DIGESTS = np.dtype(f"S{DIGEST_BYTES}")  # dtype of arrays of digests
 
 
 def text_digest(text: str) -> bytes:

@@ -14,7 +14,7 @@ from clipmill.prep.text.recipe import TEXT, TEXT_RECIPE_SCHEMA, TextSettings, se
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
-    """Flags of `prep text` that do not select the text encoder or the captions."""
+    """Flags of `prep text` that are not settings, such as the batch size."""
 
     batch: Annotated[
         int | None,

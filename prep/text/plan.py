@@ -116,7 +116,7 @@ def make_text_plan(
     if not num_captions.any() and not stored.commits:
         raise UserError(
             f"the manifest in {data_dir} has no captions",
-            hint="add captions with prep manifest folder VIDEOS --captions TABLE",
+            hint="add captions with `prep manifest folder VIDEOS --captions TABLE`",
         )
     video_ids, splits = as_array(videos["video_id"]), as_array(videos["split"])
     stored_layout = stored_or_rebuilt_layout(

@@ -1,4 +1,4 @@
-"""Settings of the column `text`, mainly the model that encodes the captions, and their recipe.
+"""Settings of the column `text` and their recipe. The main setting is the text encoder.
 
 A CLIP text tower makes one unit-length embedding per text. A T5 encoder makes a sequence per text: one vector for each
 token, stored without padding.

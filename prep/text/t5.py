@@ -160,7 +160,7 @@ def _config(folder: Path) -> dict[str, Any]:
         kind = config["model_type"]
         int(config["d_model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the configuration of a T5 model: {error}", hint=_SUGGESTION) from None
+        raise UserError(f"{path} is not the configuration of a T5 model: {error!r}", hint=_SUGGESTION) from None
     if kind not in _CLASSES:
         raise UserError(
             f"{path} configures a model of type {kind}, not of type {' or '.join(_CLASSES)}", hint=_SUGGESTION

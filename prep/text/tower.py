@@ -268,7 +268,7 @@ def check_weights(settings: TextSettings, path: Path) -> int:
     open_clip = _import_open_clip()
     width = int(open_clip.get_model_config(settings.model)["embed_dim"])
     if is_tag(settings):
-        return width  # not checked, because open_clip converts weights with a tag to the names of its tensors
+        return width  # open_clip converts these weights itself, so their tensors may have other names
     shapes = _read_shapes(path)
     logging.disable(logging.WARNING)  # hide the warning that the model has no weights; only its shapes are needed
     try:

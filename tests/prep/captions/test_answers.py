@@ -1,7 +1,8 @@
-"""Tests of the journal of answers."""
+"""Tests of answers and their journal."""
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 from clipmill.prep.captions.answers import Answer, Journal, read_answers
@@ -55,3 +56,10 @@ def test_an_answer_in_a_journal_is_used_whatever_its_server_counted_and_wrote(tm
     last = answers["a"]
     assert (last.text, last.model, last.finish_reason, last.refusal) == ("a \U0001f436", "m", "stop", None)
     assert all(answer.problem("m") is None for answer in answers.values())
+
+
+def test_a_truncated_answer_states_its_tokens_if_they_are_known() -> None:
+    answer = Answer(text="a", finish_reason="length", tokens_in=9, tokens_out=5, seconds=0.1, model="m")
+    for counted, words in ((answer, "after 5 tokens"), (replace(answer, tokens_out=None), "an unknown number of")):
+        problem = counted.problem("m")
+        assert problem is not None and words in problem.message
