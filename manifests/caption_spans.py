@@ -51,7 +51,7 @@ _NewArray = Callable[[int, Any], NDArray[Any]]
 
 @dataclass(frozen=True)
 class SpanBlock:
-    """Block of spans with their captions, as zero-copy views of the file. A block contains all spans of its videos.
+    """Block of spans with their captions. A block contains all spans of its videos.
 
     Attributes:
         video: int32 [S], row index of the video in videos.parquet, or among the videos of a split; ascending.
@@ -175,7 +175,8 @@ class CaptionSpans:
 
         Args:
             videos: Videos of a split. Only the captions of this split are yielded, and `video` is a row index among
-                these videos. None yields all captions, and `video` is a row index in videos.parquet.
+                these videos. None yields all captions, as views of the file, and `video` is a row index in
+                videos.parquet.
         """
         reader = pa.ipc.open_file(self._spans)
         for index in range(reader.num_record_batches):

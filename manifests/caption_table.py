@@ -117,8 +117,8 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     return part.take(pa.array(rows - first))
 
 
-def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the captions that `keep` selects from a Parquet file, in batches. No batch is empty.
+def selected_batches(path: Path, selection: Selection, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the captions that `selection` selects from a Parquet file, in batches. No batch is empty.
 
     Args:
         columns: Names of the columns to read, which must include caption_id, video_id and source. Default: all columns.
@@ -126,7 +126,7 @@ def selected_batches(path: Path, keep: Selection, *, columns: list[str] | None =
     with pq.ParquetFile(path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP, columns=columns):
             table = pa.Table.from_batches([batch]).replace_schema_metadata()
-            table = table.filter(pa.array(keep(table)))
+            table = table.filter(pa.array(selection(table)))
             if table.num_rows:
                 yield table
 

@@ -1,4 +1,4 @@
-"""Download from the Hugging Face Hub, or use only the local cache if the Hub is unreachable.
+"""Restrict downloads from the Hugging Face Hub to the local cache if the Hub is unreachable.
 
 Without this module, packages that download files would wait 25 s per file for an unreachable host. These packages are
 optional, so this module does not import them.

@@ -1,13 +1,13 @@
 """Read Ego4D narrations (Grauman et al. 2022): official files, lists from AVION and LaViLa, and files from EgoVLP.
 
-`narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`).
-`all_narrations_redacted.json` (version 2) has one list for each video (`narrations`: `text`, `time`). In this list,
-`_annotation_uid` identifies the pass of one annotator, and passes are numbered in the order in which they first occur.
-In both files, a narration has a single timestamp t. EgoVLP's rule (Lin et al. 2022, section 3) expands it to the
-interval [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
-of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are measured within the pass of one
-annotator. Videos that have not been downloaded also count, so that captions do not shift when more of the dataset is
-downloaded. Negative start times become 0.
+`narration.json` lists the narrations of a video by pass (`narration_pass_1`: `narration_text`, `timestamp_sec`). A pass
+contains the narrations of one annotator. `all_narrations_redacted.json` (version 2) has one list for each video
+(`narrations`: `text`, `time`). In this list, `_annotation_uid` identifies the pass, and passes are numbered in the
+order in which they first occur. In both files, a narration has a single timestamp t. EgoVLP's rule (Lin et al. 2022,
+section 3) expands it to the interval [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap
+between consecutive narrations of video i, and alpha is the mean of beta_i over all videos of the file. Gaps are
+measured within a pass. Videos that have not been downloaded also count, so that captions do not shift when more of the
+dataset is downloaded. Negative start times become 0.
 
 As in EgoVLP, narrations with the tag #unsure are rejected, and all other tags stay in the text (`#C C opens the door`).
 
@@ -17,9 +17,10 @@ split belongs to test. Otherwise, a video that is in a validation split or in se
 Therefore, as in EgoVLP's selection of videos, no benchmark evaluates on a training video.
 
 A pickled list contains rows of (video, start in seconds, end in seconds, narration or list of narrations), with exact
-intervals. Lists from LaViLa's narrator also contain scores, which are ignored. Split and source are derived from the
-file name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same
-interval belong to the same clip.
+intervals. Lists from LaViLa's narrator also contain scores, which are ignored. The file name without the
+extension is the source: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions
+with the same interval belong to the same clip. The split is derived from the file name, unless `ego4d.json` contains
+the video.
 
 EgoVLP's tab-separated `egoclip.csv` has one clip with its text in each row: `video_uid`, `clip_start` and `clip_end` in
 seconds, and `clip_text`. These clips belong to train and have the source `egoclip`. A negative start time becomes 0.

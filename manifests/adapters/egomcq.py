@@ -6,8 +6,8 @@ text describes (`answer`):
     {"0": {"query": {"clip_text": ...}, "answer": 3, "types": 1,
            "choices": {"0": {"video_uid": ..., "clip_start": ..., "clip_end": ..., "clip_text": ...}, ...}}, ...}
 
-A question is of the kind `intra` if all of its clips belong to one video; otherwise, it is of the kind `inter`. `types`
-is not read, because the comment about it in the public code contradicts the metric.
+A question is called `intra` if all of its clips belong to one video, and `inter` otherwise. `types` is not read,
+because the comment about it in the public code contradicts the metric.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Read datasets of longer videos with timed captions: ActivityNet Captions, DiDeMo and EPIC-KITCHENS-100.
 
-*ActivityNet Captions* (Krishna et al. 2017) contains timed sentences that together describe a video. train.json,
+*ActivityNet Captions* (Krishna et al. 2017) contains a paragraph of timed sentences for each video. train.json,
 val_1.json and val_2.json contain {"v_<id>": {"duration": 82.73, "timestamps": [[0.83, 19.86], ...], "sentences":
 ["...", ...]}, ...}. Each sentence becomes a caption with its times. Caption IDs follow the order of the file, so that
 the paragraph can be reassembled. The videos are files `v_<id>.<extension>` or `<id>.<extension>`. The split is

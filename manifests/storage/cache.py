@@ -8,8 +8,8 @@
 
 All locks are flocks, so a lock is released when its holder ends. A copy in use has a shared lock. Only unused copies
 are evicted, starting with the least recently used copy (by mtime, which each use updates). Therefore, no evicted copy
-takes up disk space. A memory map keeps the open file and its lock, even after the descriptor is closed (Linux, local
-disks).
+takes up disk space. On Linux, a memory map of a local file keeps the open file and its lock, even after the descriptor
+is closed.
 """
 
 import hashlib
