@@ -219,7 +219,7 @@ class ChunkSet:
             source = shard.packet_tables.source(row)
         except (OSError, Damaged, Inaccessible, ValueError) as error:
             raise SampleFailed(self.key(chunk), reason="shard_unreadable", detail=str(error)) from error
-        assert source is not None, "a variant contains chunks of only one kind"
+        assert source is not None, "either all chunks of a variant are in source files, or none"
         return SourceTimes(**vars(times), source=source)
 
     def describe(self) -> str:

@@ -233,7 +233,7 @@ class PlainVideo:
 
 
 class ChunkDecoder:
-    """Decoder of chunks, from packets or through the container. Thread-safe: each thread has its own decoder state."""
+    """Decoder of chunks, from packets or through the container. Thread-safe: each thread uses its own decoder."""
 
     def __init__(self) -> None:
         self._local = threading.local()

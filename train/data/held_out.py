@@ -39,7 +39,7 @@ class HeldOut:
         num_chunks: Number of chunks in which the clips begin; 0 if no chunk of the evaluated split looks like one of
             `trained_split`.
         num_alike: Number of chunks that contain the start of a clip and look like a chunk of `trained_split`; None
-            without scores.
+            if the chunks were not compared, for example without scores.
         trained_split: Split that was used for training.
         were_trained_on: True if the model was trained on these clips, because the data have no splits.
     """

@@ -153,7 +153,7 @@ class MappedTars:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         if status.st_size != self._sizes[tar]:
-            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, but its commit says {self._sizes[tar]:,}")
+            raise OSError(errno.EIO, f"it has {status.st_size:,} bytes, but {self._sizes[tar]:,} were committed")
 
     def _path(self, tar: int) -> Path:
         part = bisect_right(self._first_tars, tar) - 1

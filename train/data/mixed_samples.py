@@ -449,7 +449,7 @@ class MixedReader(ThreadedReader):
         return outcomes
 
     def read(self, requests: Sequence[SampleRequest]) -> list[tuple[int, Any]]:
-        """Read the bytes for a group of requests; return the index of each folder, and what its reader has read."""
+        """Read the bytes for a group of requests; return the index of each folder with the result of its reader."""
         return [(folder, self._readers[folder].read(part)) for folder, part in self._divide_requests(requests)]
 
     def load_read(self, parts: list[tuple[int, Any]]) -> list[Outcome]:

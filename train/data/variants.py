@@ -1,6 +1,7 @@
 """Choice of the variant to read for each column: a variant given by name, a recorded variant, or the current one.
 
-A column contains one kind of data, such as `video` or `latents`. A variant of a column was made with certain settings.
+A column contains one kind of data, such as `video` or `latents`. The variants of a column were made with different
+settings.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -76,7 +76,7 @@ class GroupedCaptions:
         captions: Captions of the split.
 
     Attributes:
-        captions: Captions of the first view for moments that all views can show.
+        captions: Captions of the first view for moments that all other views can show.
         remark: Remark on omitted moments; empty if no moment is omitted.
 
     Raises:

@@ -36,7 +36,7 @@ def test_a_tar_that_was_cut_short_is_named(data_copy: Written, column: str, left
     os.truncate(path, left)
     with pytest.raises(UserError) as caught:
         open_segments(data_copy.data_dir)
-    assert f"{path} cannot be used: it has {left:,} bytes, but its commit says {size:,}" in str(caught.value)
+    assert f"{path} cannot be used: it has {left:,} bytes, but {size:,} were committed" in str(caught.value)
     assert f"prep {column}" in str(caught.value.hint)
 
 
@@ -44,7 +44,7 @@ def test_a_tar_that_grew_or_is_gone_is_named(data_copy: Written) -> None:
     path = tar(data_copy, "latents", shard_id=2)
     with path.open("ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match="its commit says"):
+    with pytest.raises(UserError, match="were committed"):
         open_segments(data_copy.data_dir)
     path.unlink()
     with pytest.raises(UserError, match="No such file"):

@@ -36,7 +36,7 @@ _AHEAD_BYTES = 1 << 28  # maximum total size of the members that are loaded ahea
 
 Columns = dict[str, NDArray[Any]]  # entries of batches, by name
 
-# Columns with the entries of a sample, its row in the columns, its latents, and its stored text (None without texts).
+# Sample: columns that contain its entries, its row in these columns, its latents, and its stored text or None.
 LatentSample = tuple[Columns, int, Part, Part | None]
 _Text = tuple[int, int, int]  # member, place, and number of vectors of a stored text
 _Segment = tuple[int, int, _Text | None]  # first frame, number of frames, and stored text

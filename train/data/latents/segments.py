@@ -335,7 +335,7 @@ class LatentSegments:
         maps: Maps of the tars of latents and stored texts.
         text: Members that contain stored texts; None if samples have no stored texts.
         num_frames: Number of frames of a full segment.
-        has_tails: True if samples include shorter segments.
+        has_tails: True if samples may include shorter segments.
         source_remark: Remark for the log if the latents were made from outdated chunks; otherwise empty.
     """
 
