@@ -142,7 +142,7 @@ def stable_ids(
 
 
 def _common_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint in all three tables, or None if the tables do not match or cannot be read."""
+    """Return the fingerprint of all three tables, or None if the tables do not match or cannot be read."""
     fingerprints = set()
     for name in TABLE_FILES:
         try:

@@ -58,7 +58,7 @@ from clipmill.manifests.store import (
     staged_path,
 )
 
-# Value of the column `dataset` for rows that `prep manifest captions` rejects. Its next run replaces these rows.
+# Value of the column `dataset` for rows that `prep manifest captions` rejects. Its next run replaces them.
 FURTHER = "further captions"
 _MAX_REMOVED_FRACTION = 1 / 3  # fraction of a dataset's videos; removing more is probably a mistake
 _MAX_LISTED = 3  # maximum number of videos listed in a message

@@ -348,7 +348,7 @@ def split_of_folders(relative_path: str) -> str:
 
 
 class Reason(StrEnum):
-    """Reasons for rejected rows, as codes in rejected.parquet and manifest.json. docs/datasets.md explains them."""
+    """Reasons for rejected rows, as codes in rejected.parquet and manifest.json."""
 
     MISSING_FILE = "missing_file"  # annotated video without a file; one row per video, with the number of captions
     MISSING_CHUNK = "missing_chunk"  # caption that a model wrote for a chunk that no longer exists

@@ -111,7 +111,7 @@ class Reading:
         num_captions_lost: Number of captions whose videos are unavailable.
         num_rows_used: Number of rows that were used, for example for a caption or a video, by annotation file.
         example_file: Path of one of the video files, relative to the folder of the dataset.
-        notes: Notes for the user, one sentence each.
+        notes: Notes for the user.
     """
 
     videos: pa.Table
@@ -189,7 +189,7 @@ class ReadingBuilder:
         return scan
 
     def begin_annotations(self, file: Location) -> None:
-        """Register an annotation file, which must provide at least one caption or video."""
+        """Register an annotation file, which must contain at least one usable row."""
         self._num_rows_used.setdefault(file, 0)
 
     def count_row(self, file: Location) -> None:
@@ -496,8 +496,8 @@ class AnnotatedVideos:
             file, row: Annotation file, and index of the row, for rejected rows.
             num_captions: Number of captions in the row.
             file_names: File names to look up, in order of preference. By default, the ID is the file name.
-            is_span: True if the row covers only a span of the video. Its split may differ from the split of the
-                video.
+            is_span: True if the row covers only a span of the video. The split of such a row may differ from the split
+                of the video.
 
         Returns:
             The index of the video in the builder, or None if the row is unusable. The captions of an unavailable video

@@ -133,7 +133,8 @@ def read_separated_rows(path: Path, *, required: Sequence[str], note: Callable[[
         note: Function that is called with a note about each difference from the documented format.
 
     Raises:
-        UserError: The file is not a text table, lacks a column, or has two columns with the same meaning.
+        UserError: The file is not a text table, lacks a column, has two columns with the same meaning, or has times
+            that cannot be interpreted.
     """
     encoding = note_encoding(path, note=note)
     header_line, declared_separator = _read_header(path, encoding=encoding)

@@ -60,7 +60,7 @@ class S3Requests:
     def list(
         self, prefix: str, *, recursive: bool, start_after: str | None, page_size: int
     ) -> Iterator[list[dict[str, str]]]:
-        """Yield pages of the objects in the folder `prefix`, as dicts with S3's names of fields.
+        """Yield pages of the objects in the folder `prefix`, as dicts with S3's field names.
 
         Args:
             recursive: Also list the subfolders.
