@@ -39,7 +39,7 @@ _WRITE_RETRY: dict[str, Any] = {
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 3},
 }
 _WRITE_TIMEOUTS: dict[str, Any] = {**_TIMEOUTS, "timeout": timedelta(seconds=30)}  # for an object or an uploaded part
-WRITE_LIMIT_S = 34.0  # maximum time for writing an object in one part with obstore: 3 + 1 + 30
+WRITE_LIMIT_S = 34.0  # maximum time for writing an object in one part: retries 3, last wait 1, last attempt 30
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -195,7 +195,7 @@ def raise_inaccessible() -> Iterator[None]:
 
 @contextmanager
 def storage_errors(url: str, object_url: str, *, num_bytes: int = 0) -> Iterator[None]:
-    """Context manager around calls to obstore that converts their errors.
+    """Context manager that converts the errors of calls to obstore.
 
     Args:
         url: URL of the folder that contains the object.
