@@ -303,7 +303,7 @@ def open_column(variant: Variant, name: str) -> Column:
     shards = variant.shards()
     if not shards:
         raise UserError(
-            "the current variant contains no chunks, because all chunks failed",
+            "the current variant contains no samples, because all of them failed",
             hint="run `prep status` for the reasons",
         )
     sample = shards[:: -(-len(shards) // _MAX_SHARDS)]

@@ -361,13 +361,13 @@ def use(
         new_variant, former_name = Variant(variant_dir(data_dir, name, variant)), current_variant(data_dir, name)
         problems = problems_of(new_variant)
         if problems or not new_variant.shards():
-            shards = ", ".join(f"{shard_id:06d} {state}" for shard_id, (state, _) in problems.items())
+            shards = ", ".join(f"shard {shard_id:06d} is {state}" for shard_id, (state, _) in problems.items())
             raise UserError(
                 f"{variant} of {name} cannot be read: {shards or 'it has no shards'}",
                 hint=f"first run prep {owners[0].command} with the settings of the variant, which `prep status` shows",
             )
         set_current_variant(data_dir, name, variant, keeps_unfinished=True)
-    print(f"current {name}: {variant}" + (f" (it was {former_name})" if former_name not in (None, variant) else ""))
+    print(f"current {name}: {variant}" + (f" (previously {former_name})" if former_name not in (None, variant) else ""))
 
 
 ColumnOfFailures = Annotated[AnyColumn, FIRST_RUN, Parameter(help="Column whose failures to retry.")]

@@ -188,8 +188,8 @@ class Reader:
         last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
         return _ReaderExit(
             FailureCode.PROBE_FAILED if is_crash else FailureCode.WORKER_LOST,
-            f"the process that read the source ended with {exit_reason(status)}, twice while no other source was read"
-            + (f": {last_line}" if last_line else ""),
+            f"the process that read the source ended with {exit_reason(status)}, also in two attempts without other "
+            f"readers{f': {last_line}' if last_line else ''}",
             is_lasting=False,
         )
 

@@ -124,7 +124,7 @@ def remote_states(urls: list[str]) -> Iterator[tuple[int, _State]]:
         refusals = [failure for failure in failures if failure.code in REFUSALS]
         if len(refusals) == len(states) and (len(states) > 1 or len(groups) == 1):
             raise StorageRefused(
-                f"{mask_secrets(root)}: {refusals[0].message} for all {count_noun(len(states), 'source')} there",
+                f"{mask_secrets(root)}: {refusals[0].message} for all {count_noun(len(states), 'source')}",
                 hint="check the credentials and their permissions, and run the same command again",
             )
         for key, state in states.items():

@@ -355,7 +355,9 @@ def _check_manifest(data_dir: Path) -> Iterator[RecordFinding]:
     repair = "the same `prep manifest` commands as before, in the same order"
     if not (folder / MANIFEST_FILE).exists():
         if any((folder / name).exists() for name in TABLE_FILES):
-            yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, but its tables exist", repair)
+            yield RecordFinding(
+                str(folder / MANIFEST_FILE), "the file is missing, but other manifest files exist", repair
+            )
         return
     messages = []
     for read in (read_videos, _read_captions, read_rejected_rows, lambda folder: open_stored_captions(folder).verify()):

@@ -183,10 +183,10 @@ def test_what_readers_have_opened_stays(prep: Prep, old_and_new: tuple[ShardSet,
 def test_a_variant_is_made_current_by_its_name(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
     shard_set, old = old_and_new
     new, data = shard_set.variant, ("--data", shard_set.data)
-    assert f"current video: {old.name} (it was {new.name})" in prep("use", old.name, *data).stdout
+    assert f"current video: {old.name} (previously {new.name})" in prep("use", old.name, *data).stdout
     assert shard_set.variant == old
     assert f"there is no variant x in {shard_set.data}" in prep("use", "x", *data, status=2).error
     next(new.glob("*.tar")).unlink()
     error = prep("use", new.name, "--column", "video", *data, status=2).error
-    assert f"{new.name} of video cannot be read: 00000" in error
+    assert f"{new.name} of video cannot be read: shard 00000" in error
     assert shard_set.variant == old

@@ -200,7 +200,7 @@ def test_sources_that_a_server_refuses_are_not_blamed_and_are_tried_again(
     remote._open_bucket.cache_clear()
     faults.set(Fault("error", status=403, code="AccessDenied"))
     error, hint = messages(prep_here(*command, status=3).stderr)
-    assert error.startswith(f"error: {bucket}: access denied") and error.endswith("for all 2 sources there")
+    assert error.startswith(f"error: {bucket}: access denied") and error.endswith("for all 2 sources")
     assert "credentials" in hint
 
     # The object can be listed but not read.
