@@ -187,8 +187,8 @@ def open_clips(
 
     Args:
         data: Path or URL (s3://bucket/data) of a data folder that prep made; or video tars or image tars, such as
-            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain
-            `folder`, the position of each clip's data folder or image tars in the list.
+            DIR/{000..999}.tar. A list of data folders and image tars is a mixture. Its batches contain `folder`,
+            the position of each clip's data folder or image tars in the list.
         mix: Sampling weights of the folders of a mixture. Default: weights proportional to the folders' numbers of
             samples. Every folder has its own epochs; an epoch of `Batches` has as many samples as all folders combined.
         split: Split of the manifest. Tars have no splits, so all their clips are used.
@@ -365,7 +365,7 @@ def read_clips(
         views: Names of cameras, such as ("top", "wrist"). The table then needs columns for each camera, such as
             `video_id.top` and `time_s.top`; a column without a camera's name applies to all cameras. `video` is
             [B, V, T, ...].
-        size_px: Side length of a square crop; or (height, width) to resize complete frames to.
+        size_px: Side length of a square crop; or (height, width), to which complete frames are resized.
         shuffle: True for random order and crops; False for the rows in order, with centred crops.
         variant, batch, crop, min_crop_area, rgb, pixel_mean, pixel_std, workers, seed: See `open_clips`.
         rank, world, device, max_failures, cache, cache_size: See `open_clips`.

@@ -5,8 +5,8 @@ The life cycle of a failed sample answers the question "Why was this sample skip
 1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
 2. The reader returns a `FailedSample`. A sample that is not ready in time also becomes a `FailedSample` ("stuck").
 3. The next sample in order replaces the failed sample in the batch, and `LoadedBatch.failed` contains the failure. If
-   there are more than `max_failures` failures, `TooManyFailures` is raised instead. Its failures are counted like all
-   others.
+   there are more than `max_failures` failures, `TooManyFailures` is raised instead. The failures in this error are
+   counted like all others.
 4. Before each step, `clipmill.train.engine.failures.FailureLog` gathers the failures of all ranks. The first rank
    appends a line for each failure to failures.jsonl in the run folder: position in the order of samples, chunk, reason,
    detail. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run.
