@@ -39,7 +39,7 @@ from clipmill.train.losses.settings import Convention, GammaSchedule, Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Modality:
-    """State of the clips, or of the captions, in a global batch.
+    """IDs, state and temperatures of the clips, or of the captions, in a global batch.
 
     Attributes:
         table: State of all clips, or of all captions, in the training set.
@@ -111,7 +111,7 @@ class GlobalContrast(ContrastiveObjective):
         self.captions = ShardedRows(dataset.num_captions, start=(UNSEEN, *extra_state), world=world)
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
-        """Return the temperature for each row of a table's state, [B]."""
+        """Return the temperature for each row of `state_BC`, [B]."""
         raise NotImplementedError
 
     def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

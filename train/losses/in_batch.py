@@ -1,4 +1,4 @@
-"""Contrastive losses without per-sample state: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
+"""Contrastive losses that compare only the pairs of a batch: InfoNCE, MBCL (FastCLIP), SigLIP and max-margin.
 
 The function `info_nce` is the reference implementation of InfoNCE, and is differentiated by autograd. Training uses the
 classes, which compute gradients in closed form, block by block. The classes do not store the logits and probabilities

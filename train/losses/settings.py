@@ -23,8 +23,8 @@ class LossSpec:
     Attributes:
         name: Value of `--loss.kind`.
         loss: Function of `Pairs` and settings, differentiated by autograd; or a subclass of ContrastiveObjective, for
-            gradients in closed form or for per-sample state. A string "module:name" is imported when a run needs the
-            loss.
+            gradients in closed form or for values stored for each sample. A string "module:name" is imported when a
+            run needs the loss.
         settings: `--loss.*` settings of this loss that other losses may not use, with their published defaults. None
             means that the default depends on the run. `convention`, `min_temperature` and `epsilon` are not listed,
             because they are accepted with every loss.

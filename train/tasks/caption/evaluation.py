@@ -49,7 +49,7 @@ _PROTOCOL = (
     "one generated caption per clip, compared with all references of the clip; tokenized as by Stanford's "
     "PTBTokenizer, without punctuation; idf from"
 )
-# Protocol entries on the page of all captions: maps each label to a key of the result.
+# Rows of the protocol on the page of all captions: maps each label to a key of the result.
 _PAGE_ENTRIES = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",

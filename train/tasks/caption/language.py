@@ -303,7 +303,7 @@ class LanguageDecoder:
         return len(self.before) + self.num_visual + len(self.after)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entry of run.json, which contains the facts that are not in `files`."""
+        """Return the values in run.json from which, with `files`, the decoder can be rebuilt."""
         return {
             "lm": self.source,
             "class": type(self.config).__name__.removesuffix("Config"),
@@ -409,7 +409,7 @@ def open_language(folder: Path, settings: DecoderSettings, *, tokenizer_folder: 
 
 
 def read_language(run: RunFolder, facts: dict[str, Any]) -> LanguageDecoder:
-    """Open the language model of a run, without its weights, from its files and its entry in run.json.
+    """Open the language model of a run, without its weights, from its files and `LanguageDecoder.facts`.
 
     Raises:
         UserError: A file is missing or damaged.

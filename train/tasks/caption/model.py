@@ -233,7 +233,7 @@ def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size
 
 
 def decoder_facts(decoder: Decoder) -> dict[str, Any]:
-    """Return the entry of run.json for rebuilding the decoder without its original weights."""
+    """Return the values in run.json from which the decoder can be rebuilt without its original weights."""
     if isinstance(decoder, LanguageDecoder):
         return decoder.facts()
     trunk = decoder.size.trunk
@@ -248,7 +248,7 @@ def decoder_facts(decoder: Decoder) -> dict[str, Any]:
 
 
 def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
-    """Return the entry of run.json about the decoder's initial weights, empty for random weights.
+    """Return a description of the decoder's initial weights for run.json; {} for random weights.
 
     Args:
         model: Captioner, which may be on the meta device.
@@ -271,7 +271,7 @@ def start_facts(model: nn.Module, parts: Decoder) -> dict[str, Any]:
 
 
 def start_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Format the entry from `start_facts` as log lines."""
+    """Format the result of `start_facts` as log lines."""
     lines = []
     if (start := facts.get("decoder_weights")) is not None:
         num_copied, num_new = start["num_copied"], len(start["changes"])

@@ -68,7 +68,7 @@ class DualEncoderEvaluation(EvaluationSettings):
     protocol: Annotated[ProtocolName, EVERY] = "retrieval"
     """Evaluation protocol. retrieval: R@k and median rank; msrvtt-1ka, paragraph, vatex, clip-benchmark: the same
     metrics with the rules of these benchmarks; mir: mAP and nDCG as in EK-100; egomcq: multiple choice as in EgoVLP;
-    zero-shot: classification with prompts. An entry of --evaluate.shards can specify a different protocol:
+    zero-shot: classification with prompts. A value of --evaluate.shards can name a different protocol:
     DATA@SPLIT:PROTOCOL."""
     dual_softmax: Annotated[float | None, TEMPERATURE, EVERY] = None
     """Retrieval: also log R@k with dual softmax, under separate names. The value is the temperature by which cosine
