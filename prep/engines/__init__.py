@@ -98,6 +98,7 @@ class Engine(Protocol):
 
         Raises:
             UserError: No worker passed the check.
+            FailedWork: Ray did not start, or the Ray cluster was lost.
         """
         ...
 
