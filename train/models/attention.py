@@ -123,13 +123,15 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
 
 
 AttentionChoice = Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"]
-# Selectable SDPA kernels by name. After each kernel come the fallbacks for shapes that it does not support.
+# SDPA kernels that --attention can select, each followed by fallbacks for shapes that it does not support.
 _FALLBACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SDPA_KERNELS = {"flash": _FALLBACKS, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_FALLBACKS]}
 
 
 class Attend(Protocol):
-    """Attention function, which returns softmax(q k^T / sqrt(K)) v for each head. All tensors are [B, M, H, K].
+    """Attention function, which returns softmax(q k^T / sqrt(K)) v for each head.
+
+    All tensors are [B, M, H, K]. M of keys and values may differ from M of queries, unless the attention is causal.
 
     Args:
         causal: True to let each token attend only to itself and to earlier tokens.
@@ -209,7 +211,7 @@ _TESTED_VERSION, _BUILD_FLAG = "0.0.35", "_built_with_cuda"
 def load_xformers() -> str | None:
     """Load xformers. Return the reason why its compiled library failed to load; None if the library loaded.
 
-    The library contains only kernels for 2:4 sparsity, and no attention (docs/models.md). Runs therefore suppress the
+    The library contains only kernels for 2:4 sparsity, none for attention (docs/models.md). Runs therefore suppress the
     warning about the library, and `train doctor` shows it. xformers' attention uses torch's kernels, but rejects every
     GPU if the library is missing, so this function sets the flag that xformers checks. xformers checks separately
     whether torch's kernels accept its arguments (xformers.ops.fmha.torch_attention_compat).
@@ -237,7 +239,7 @@ def load_xformers() -> str | None:
 
 
 def attend_with_kernel(kernel: str) -> Attend:
-    """Return `attend_with_sdpa` with a kernel from `SDPA_KERNELS`, and with fallbacks for unsupported shapes."""
+    """Return `attend_with_sdpa`, restricted to the kernel of this name in `SDPA_KERNELS` and to its fallbacks."""
 
     def attend(
         q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool = False, packing: Packing | None = None
@@ -299,14 +301,14 @@ def attend_with_xformers_or_sdpa(
     The choice is made for each call, because a model may have heads of several widths.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
-    kind = (q_BMHK.device, q_BMHK.dtype, q_BMHK.shape[3], causal, packing is None, needs_gradient)
-    if kind not in _HAS_KERNEL:
+    key = (q_BMHK.device, q_BMHK.dtype, q_BMHK.shape[3], causal, packing is None, needs_gradient)
+    if key not in _HAS_KERNEL:
         try:
             xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
-            _HAS_KERNEL[kind] = True
+            _HAS_KERNEL[key] = True
         except NotImplementedError:
-            _HAS_KERNEL[kind] = False
-    attend = attend_with_xformers if _HAS_KERNEL[kind] else attend_with_sdpa
+            _HAS_KERNEL[key] = False
+    attend = attend_with_xformers if _HAS_KERNEL[key] else attend_with_sdpa
     return attend(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
 
 
@@ -366,7 +368,7 @@ def attend_naively(
 
 
 def _attend_padded(attend: Attend, q_1MHK: Tensor, k_1MHK: Tensor, v_1MHK: Tensor, packing: Packing) -> Tensor:
-    """Pad packed sequences, and attend within them. Padding is at the end, so no token attends to it."""
+    """Pad packed sequences at the end, and attend within them. Causal attention never reaches the padding."""
     num_sequences, longest = packing.num_sequences, packing.longest
 
     def pad(x_1MHK: Tensor) -> Tensor:

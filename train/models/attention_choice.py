@@ -1,11 +1,12 @@
 """Select a run's attention backend, and report the kernels that the backend uses.
 
-On a GPU, `--attention auto` means xformers. SDPA computes heads and precisions that xformers does not support. Results
-of different kernels differ in the last digits, so a run keeps the backend that it started with. run.json records the
+On a GPU, `--attention auto` selects xformers if it is installed and the model is not compiled. torch's
+scaled_dot_product_attention (SDPA) takes over for head widths and precisions that xformers does not support. Results of
+different kernels differ in the last digits, so a run keeps the backend that it started with. run.json records the
 backend for commands that open the run later.
 
-Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the choice of
-SDPA, and xformers' dispatcher reports the choice of xformers.
+Kernels are not inferred from version numbers: `torch._fused_sdp_choice`, which SDPA itself calls, reports the kernel
+that SDPA chooses, and xformers' dispatcher reports the operators that xformers chooses.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -40,7 +41,7 @@ _SDPA_NAMES = {
     SDPBackend.MATH: "math (all scores in memory)",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient (CUTLASS)",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.OVERRIDEABLE: "the device backend's own",
+    SDPBackend.OVERRIDEABLE: "kernel of the device backend",
 }
 
 
@@ -95,7 +96,7 @@ def kernels_of(
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
         return Kernels(xformers_kernel(forward), None if backward is None else xformers_kernel(backward))
     if packing is not None:
-        # For SDPA, packed sequences are padded, or grouped by length.
+        # SDPA gets the packed sequences as a padded batch or, on a CPU, as one batch per length.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
@@ -114,7 +115,7 @@ def kernels_of(
 
 
 def xformers_kernel(operator: str) -> Kernel:
-    """Return the kernel for the NAME of an xformers operator, such as "fa2F@2.5.7-pt" or "cutlassB-pt" (0.0.35)."""
+    """Return the kernel for the NAME of an operator (xformers 0.0.35), such as "fa2F@2.5.7-pt" or "cutlassB-pt"."""
     library = "xformers"
     if operator.endswith("-pt"):
         library = "torch"
@@ -126,7 +127,7 @@ def xformers_kernel(operator: str) -> Kernel:
 
 
 def operator_reasons(error: NotImplementedError) -> str:
-    """Return the first reason for each operator in an error from xformers' dispatcher, on one line."""
+    """Return, on one line, the first reason why xformers' dispatcher rejected each operator."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
@@ -150,7 +151,7 @@ def _flash_name(device: torch.device) -> str:
 
 
 def cudnn_version() -> str:
-    """Return the version of cuDNN, for example 9.26.0 (torch reports 92600)."""
+    """Return the version of cuDNN, such as 9.26.0 (torch reports 92600), or "(missing)"."""
     number = torch.backends.cudnn.version()
     if number is None:
         return "(missing)"
@@ -162,8 +163,9 @@ def cudnn_version() -> str:
 CHOICE_FACT = "attention_choice"
 _AUTO_BACKENDS = ("xformers", "sdpa", "flash", "cudnn")
 # Fastest backend by compute capability of the GPU, such as {(9, 0): "cudnn"}, as measured by `python -m
-# benchmarks.gpu --first`. This table is empty until a GPU has been measured.
+# benchmarks.gpu --first`. The table is empty until a GPU has been measured.
 FASTEST_BACKENDS: dict[tuple[int, int], AttentionChoice] = {}
+# Tokens of a frame (ViT-B/16 at 224 px) and lengths of packed captions, for which kernels are looked up.
 _NUM_TOKENS, _CAPTION_LENGTHS = 197, (12, 9, 17, 26)
 
 
@@ -185,7 +187,7 @@ def choose_attention(
         facts: Content of run.json if the run is resumed.
 
     Returns:
-        The backend, and the entry for run.json that records the choice.
+        The backend, and the entry for run.json that records the choice; empty if there was nothing to choose.
 
     Raises:
         UserError: The requested backend is not available.
@@ -219,7 +221,7 @@ def previous_backend(facts: dict[str, Any], *, device_type: str) -> AttentionBac
 def _open_choice(name: AttentionChoice, *, device_type: str) -> AttentionBackend:
     """Open the backend that `auto` has selected.
 
-    If the backend is xformers, SDPA computes the heads that xformers does not support.
+    If the backend is xformers, SDPA takes over for heads that xformers does not support.
     """
     return open_attention("auto" if name == "xformers" else name, device_type=device_type)
 

@@ -44,7 +44,7 @@ class CrossAttention(nn.Module):
         return k_VNHK, v_VNHK
 
     def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
-        """Attend from text [R, L, D] to the videos, [R, L, D]."""
+        """Attend from text [R, L, D] to the tokens of its video, and return [R, L, D]."""
         # Treat all rows of a video as queries to the same keys, so that the keys need not be repeated.
         q = apply_to_few_rows(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
         return apply_to_few_rows(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
@@ -155,9 +155,9 @@ _MAX_ROWS = 4  # maximum number of rows for `weight @ x`
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear`. For up to four rows on a CPU, compute it as weight @ x.
+    """Compute `torch.nn.functional.linear`, for up to four rows on a CPU as weight @ x.
 
-    This halves the time that BLAS libraries take for layers that do not reduce the width (docs/captions.md).
+    This halves the time that BLAS libraries take (docs/captions.md). Layers that reduce the width are not affected.
     """
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows > _MAX_ROWS or weight.shape[0] < weight.shape[1]:
@@ -200,7 +200,7 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """Return the dimensions of a GPT-2 with a different vocabulary size and, unless it is None, context length."""
+    """Return the dimensions of a GPT-2 with a given vocabulary size and context length (None: GPT-2's length)."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 

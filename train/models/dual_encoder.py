@@ -44,7 +44,7 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model that weights belong to. They take precedence over --model and the samples.
+    """Dimensions of the model that weights belong to. They take precedence over --model and the size of the samples.
 
     Attributes:
         size: Dimensions of the towers.
@@ -69,8 +69,8 @@ def _clip(
     )
 
 
-# b32, b16 and l14 are from CLIP (Radford et al. 2021, table 20). s16 and l16 are ViT-S and ViT-L with the text towers
-# that open_clip uses for them.
+# b32, b16, l14 and l14-336 are from CLIP (Radford et al. 2021, table 20). s16 and l16 are ViT-S and ViT-L with the text
+# towers that open_clip uses for them. tiny is clipmill's own size, for first runs and tests.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
@@ -186,8 +186,8 @@ class DualEncoder(nn.Module):
             from clipmill.train.models.views import accept_views
 
             accept_views(video, num_views=size.video.num_views, rule=towers.views)
-        # Register the text tower first, in the order of `forward`, so that ranks exchange gradients during the backward
-        # pass. Its weights are drawn after the weights of the video tower.
+        # Register the text tower first, in the order of `forward`, so that the exchange of gradients between ranks
+        # overlaps with the backward pass. Random weights are drawn for the video tower first.
         self.text: TextTower | LibraryText | None = None
         if has_text_tower and isinstance(towers, DualEncoderTowers) and towers.text is not None:
             from clipmill.train.models.library_towers import text_tower

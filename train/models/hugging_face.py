@@ -25,7 +25,7 @@ Mean = tuple[float, float, float]
 Pooling = str  # value of --towers.text-pooling
 
 # ID that fills the row of a text after its tokens. No token has this ID, so the attention mask can be computed from it.
-# The models' own padding tokens are unsuitable: some models have none, and others use it to end texts.
+# The models' own padding tokens are unsuitable: some models have none, and others also use theirs to end texts.
 PADDING = -1
 _MAX_LENGTH = 512  # default context length of text encoders that support longer texts
 _NUM_COLORS = 3
@@ -70,7 +70,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
         if is_folder:
             raise UserError(
                 f"the {what} of {reference} cannot be read: {first_line(error)}",
-                hint="use a folder that save_pretrained of transformers wrote; for texts, also save the tokenizer",
+                hint="use a folder that save_pretrained of transformers wrote; also save the tokenizer of a text tower",
             ) from error
         raise UserError(
             f"the {what} of {reference} is neither cached nor available for download: {first_line(error)}",
@@ -86,7 +86,7 @@ def flatten_tokens(tokens: Tensor, *, channels_last: bool = False) -> Tensor:
 
 
 class HuggingFace:
-    """Towers from transformers. Each is a complete model, or one half of a CLIP or SigLIP model."""
+    """Towers from transformers, with the methods that clipmill.train.models.library_towers describes."""
 
     def image(self, name: str) -> nn.Module:
         return _build_half(self.config(name), "vision_config")
@@ -251,7 +251,7 @@ def read_processor(name: str) -> dict[str, Any]:
         name: Folder, or name on the Hub.
 
     Raises:
-        UserError: A file is damaged, or a mean or standard deviation is not three numbers.
+        UserError: A file is damaged, or a mean or standard deviation is not three numbers in the valid range.
     """
     files = {file: _read_object(path) for file in PROCESSOR_FILES if (path := _file_of(name, file)) is not None}
     for file, part in _PROCESSORS:
@@ -333,7 +333,7 @@ def _build_half(config: Any, part: str) -> nn.Module:
 
 
 def read_hf(folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a transformers folder, with the names of the modules that transformers builds.
+    """Return the weights in a transformers folder, by the parameter names of the module that transformers builds.
 
     Tensors that the model does not use are included as empty tensors.
 

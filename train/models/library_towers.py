@@ -18,7 +18,9 @@ Each library is an object with these methods:
     tokens(model, images)       return the last tokens [B, N, D]; for a convolutional network, the last feature map
     preprocessing(name)         return the library's preprocessing of images
     text(name, length)          build a text tower with random weights
-    embed_text(model, tokens_BL, pooling), context_length(name), tokenizer(name, length)    counterparts for texts
+    embed_text(model, tokens_BL, pooling)    return the library's embeddings [B, W] of texts
+    context_length(name)        return the maximum number of tokens of a text
+    tokenizer(name, length)     return a function that converts texts to token IDs [B, L]
 
 Methods that take a name raise a UserError if the library does not know the name.
 """
@@ -93,8 +95,8 @@ class _OpenClip:
         from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 
         size = self.config(name)["vision_cfg"]["image_size"]
-        # A folder specifies how pixels are normalised. A name does not, but all published weights with this name may
-        # agree.
+        # A folder specifies how pixels are normalised. A name does not, but its published weights may all agree. If
+        # they do not, use CLIP's values.
         entries = [get_pretrained_cfg(name, tag) for tag in list_pretrained_tags_by_model(name)]
         if name.startswith(_LOCAL_PREFIX):
             file = Path(name.removeprefix(_LOCAL_PREFIX)) / "open_clip_config.json"
@@ -176,7 +178,7 @@ class _Timm:
             tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
             hint = f"use one of these tags: {', '.join(tags)}" if tags else "use a name without a tag"
             if name.startswith(_LOCAL_PREFIX):
-                hint = "use a folder with timm's config.json, such as train export --format timm writes"
+                hint = "use a folder with timm's config.json, such as a folder that train export --format timm wrote"
             raise UserError(f"timm:{name}: {first_line(error)}", hint=hint) from error
 
     def embed(self, model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
         size_px: Side length of the frames, in pixels.
 
     Raises:
-        UserError: The tower does not exist, or takes images at a different resolution.
+        UserError: The tower does not exist, is not an image tower, or takes images at a different resolution.
     """
     library, name = library_of(reference)
     with torch.device("meta"):
@@ -271,7 +273,7 @@ def image_outline(reference: str, size_px: int) -> Outline:
 
 @cache
 def text_outline(reference: str, pooling: Pooling) -> Outline:
-    """Return the outline of a text tower; raise a UserError if the tower does not exist."""
+    """Return the outline of a text tower; raise a UserError if it does not exist or is not a text tower."""
     library, name = library_of(reference)
     with torch.device("meta"):
         model = library.text(name, None).eval()
@@ -303,7 +305,7 @@ def tokenizer_of(reference: str, context_length: int) -> Tokenize:
 
 
 _HEAD_WIDTH = 64
-# Names of modules that are lists of blocks in the libraries.
+# Names that the libraries give to lists of blocks.
 _BLOCK_LISTS = ("resblocks", "blocks", "layers", "layer", "stages", "block", "h")
 
 
@@ -353,16 +355,16 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return the number of attention heads for a width. The choice is ours: no published model prescribes it."""
+    """Return the number of heads: 64 wide if possible, otherwise one head. No published model prescribes this."""
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 
 class FramePooling(nn.Module):
     """Attention pooling of frame embeddings. Initially, it computes their mean.
 
-    Each head assigns weights to the frames, and the embedding of the clip is the weighted mean of the frame embeddings.
-    For a single frame, the result equals the embedding of the frame. The query is initially zero, so all frames
-    initially have the same weight.
+    Each head weights the frames, and its part of the clip embedding is the weighted mean of the frame embeddings. For a
+    single frame, the result equals the embedding of the frame. The query is initially zero, so all frames start with
+    the same weight.
     """
 
     def __init__(self, width: int) -> None:

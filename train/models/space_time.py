@@ -24,7 +24,7 @@ LN_PRE_EPS = 1e-5  # epsilon of LaViLa's first layer norm, regardless of the eps
 class SpaceTimeBlock(Block):
     """CLIP block with additional temporal attention before spatial attention.
 
-    The output of temporal attention is initially zero, so the block initially computes the same as CLIP's block.
+    The output of temporal attention is initially zero. For a single frame, the block then equals CLIP's block.
     """
 
     def __init__(self, size: TransformerSize, *, num_frames: int, attend: Attend) -> None:
@@ -49,7 +49,7 @@ class SpaceTimeBlock(Block):
     def _attend(self, attention: SelfAttention, x_BLD: Tensor, *, over_time: bool) -> Tensor:
         """Attend from the class token to all tokens, and from each patch to the class token and its group.
 
-        A group consists of the patches at a position in all frames (`over_time`), or of the patches of a frame.
+        A group consists of the patches at one position in all frames (`over_time`), or of the patches of one frame.
         """
         qkv = attention.product(x_BLD, attention.in_proj_bias)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
@@ -100,7 +100,7 @@ def attend_short(
         is_tiled = q_BSLHK.is_cuda and attend is not attend_naively
         num_per_tile = sequences_per_tile(num_sequences, length) if is_tiled else 1
     if num_per_tile == 1 and extra_key_value is None:
-        # Treat sequences as heads. This copies nothing if `q_BSLHK` is a view of tokens stored in the order of L.
+        # Treat sequences as heads. This copies nothing if `q_BSLHK` is a view of memory in the order [B, L, S, H, K].
         out_BLNK = attend(*(x.transpose(1, 2).flatten(2, 3) for x in (q_BSLHK, k_BSLHK, v_BSLHK)))
         return out_BLNK.unflatten(2, (num_sequences, num_heads)).transpose(1, 2)
 

@@ -38,7 +38,7 @@ class TextTowerSize:
 
 
 class TextTower(nn.Module):
-    """Causal text tower. The output at the end-of-text token, which has the largest ID, is the embedding.
+    """Causal text tower. The embedding is projected from the output at the end token, which has the largest ID.
 
     Args:
         size: Dimensions of the tower.
@@ -81,7 +81,7 @@ class TextTower(nn.Module):
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
-        # Use `embedding` instead of indexing. On a CPU, the backward pass of indexing (`index_put_` with `accumulate`)
+        # Use `embedding` instead of indexing: on a CPU, the backward pass of indexing (`index_put_` with `accumulate`)
         # adds float32 rows with atomic operations, whose order depends on the threads.
         positions_MD = embedding(packing.position_M, self.positional_embedding)
         x_1MD = (self.token_embedding(tokens_M) + positions_MD)[None]

@@ -118,7 +118,7 @@ class TimeSformer(TokenTower):
         attend: Attention function.
         temporal_std: Standard deviation of the initial temporal embedding. If it is 0, the order of frames initially
             has no effect.
-        drop_path: Probability, for each block, of skipping one of its branches for a clip in training; empty for none.
+        drop_path: Probability, for each block, of skipping a branch for a clip in training; empty for none.
     """
 
     def __init__(

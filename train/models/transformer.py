@@ -1,4 +1,6 @@
-"""CLIP's pre-norm transformer with CLIP's parameter names, used by all towers, and low-rank adapters for its layers.
+"""CLIP's pre-norm transformer with CLIP's parameter names, and low-rank adapters for its layers.
+
+Towers that open_clip, timm or transformers build have their own layers. All other towers use the layers in this file.
 
 Low-rank adapters (LoRA, Hu et al. 2021) compute y = W x + s B A x, where the matrix W is frozen, and A and B are
 trained. The adapters are parameters of the layers that they adapt: `LAYER.lora.A` and `LAYER.lora.B` next to
@@ -242,7 +244,7 @@ def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, 
 
 NORM_EPS = 1e-5  # CLIP's value
 MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh is the tanh approximation of GELU (GPT-2)
-_MAX_GRAPHS = 32  # minimum of torch.compile's limit on graphs per function
+_MAX_GRAPHS = 32  # torch.compile's limit on graphs per function is raised to this number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,8 +301,8 @@ class TransformerSize:
 class LayerNorm(nn.LayerNorm):
     """Layer norm that keeps the dtype of its input. Statistics are computed in float32 or wider.
 
-    Autocast would convert input and output to float32, and thus also the residual stream. The inputs of blocks, which
-    are most of what activation checkpointing keeps, would take twice the memory.
+    Autocast would convert input and output to float32, and thus also the residual stream. The inputs of the blocks
+    would then take twice the memory, and activation checkpointing keeps little else.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -355,7 +357,7 @@ class Mlp(nn.Module):
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Return x sigmoid(1.702 x), as in OpenAI's CLIP; the result differs from GELU by at most 0.02."""
+    """Return x sigmoid(1.702 x), as in OpenAI's CLIP; the result differs from GELU by at most 0.021."""
     return x * torch.sigmoid(1.702 * x)
 
 

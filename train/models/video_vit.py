@@ -1,8 +1,8 @@
 """Joint space-time vision transformer, in which every cube of a clip attends to every other cube.
 
-This is CLIP's image tower with a temporal embedding, as in AVION (section 5.2). With one frame and a zero temporal
-embedding, it computes CLIP's image features. A cube is a patch of one frame, or of several consecutive frames (ViViT's
-tubelets, Arnab et al. 2021, section 3.2).
+This is CLIP's image tower with a temporal embedding, as in AVION (Zhao and Krähenbühl 2023, section 5.2). With one
+frame and a zero temporal embedding, it computes CLIP's image features. A cube is a patch of one frame, or of several
+consecutive frames (ViViT's tubelets, Arnab et al. 2021, section 3.2).
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, S time steps (T / frames per cube), P patches of a frame,
 N cubes of a clip (S * P), L tokens (1 + N), K selected cubes, V values of a cube, D width, E embedding width.
@@ -115,7 +115,7 @@ class CubeEmbedding(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(size.trunk.width)) if has_bias else None)
 
     def cut(self, video_BCTHW: Tensor) -> Tensor:
-        """Cut clips into cubes, [B, S, P, C * t * p * p]; the cubes of a frame are in row-major order."""
+        """Cut clips into cubes, [B, S, P, C * t * p * p]; the cubes of a time step are in row-major order."""
         cubes = cubes_of(video_BCTHW, cube_frames=self.cube_frames, patch_px=self.patch_px)
         return cubes.flatten(4).flatten(2, 3)
 

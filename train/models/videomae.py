@@ -224,7 +224,7 @@ class MaskedAutoencoder(nn.Module):
             Predicted cubes in ascending order, [B, M, V], with values in VideoMAE's order (t p p c).
 
         Raises:
-            ValueError: Cubes are counted, and clips have different numbers of cubes.
+            ValueError: Cubes are counted, and the masks select different numbers of cubes in different clips.
         """
         num_cubes = masked_BN.shape[1]
         num_masked = count_true(masked_BN) if num_masked is None else num_masked
@@ -244,7 +244,7 @@ def count_true(mask_BN: Tensor) -> int:
     """Count the true values per row; raise ValueError if rows differ. This synchronises with the device."""
     counts = set(mask_BN.sum(1).tolist())
     if len(counts) != 1:
-        raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
+        raise ValueError(f"the masks of a batch select different numbers of cubes: {sorted(counts)}")
     return int(counts.pop())
 
 
