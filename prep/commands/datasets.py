@@ -82,7 +82,7 @@ DATASETS = (
         """Read Ego4D narrations: the official JSON files, the pickled lists of AVION and LaViLa, or EgoVLP's files.
 
         The official file is all_narrations_redacted.json or narration.json. Its timestamps are expanded to intervals by
-        EgoVLP's rule. With ego4d.json, videos of any validation or test split are excluded from train. Pickles may
+        EgoVLP's rule. With ego4d.json, videos of any validation or test split are put into val or test. Pickles may
         contain only lists, tuples, strings and numbers; any other pickle is rejected without being executed. Training
         pairs are read from EgoVLP's egoclip.csv, and the clips in EgoVLP's egomcq.json are put into val. A .txt file
         lists videos to omit, one ID per line.
