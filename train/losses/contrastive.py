@@ -2,13 +2,13 @@
 
 The global batch contains the pairs of all ranks, in the order of the ranks.
 
-Shape suffixes: b pairs on this rank, B pairs in the global batch, E embedding width, R pairs in a microbatch or rows in
-a block.
+Shape suffixes: b pairs on this rank, B pairs in the global batch, E embedding width, F = 2 E, K values
+per clip or caption, R pairs in a microbatch or rows in a block.
 
 The loss needs the embeddings of the entire global batch at the same time, but not the activations of all samples
-(GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the
-gradients of the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same
-dropout, and backpropagates the microbatch's slice of these gradients.
+(GradCache, Gao et al. 2021). The first pass embeds the microbatches without a graph, and computes the gradients of
+the loss with respect to the embeddings. The second pass embeds each microbatch again, with the same dropout, and
+backpropagates the microbatch's slice of these gradients.
 
 The gradients with respect to the embeddings are computed by autograd (`AutogradObjective`) or in closed form
 (`Similarities`). A closed form requires a loss that is a function of the similarities s_ij of clip i and caption j.

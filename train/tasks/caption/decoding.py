@@ -4,7 +4,7 @@ A generator is any object with the methods `start` and `step` (`Generator`): a c
 in a pipeline. The processes of a pipeline decode in lockstep: `step` returns the logits of the last stage in every
 process, so all processes choose the same tokens.
 
-Shape suffixes: V videos, v unfinished videos, R rows of text (V * n; rows of a video are adjacent), r rows that are
+Shape suffixes: V videos, v unfinished videos, R rows of text (rows of a video are adjacent), r rows that are
 still computed, B beams, c candidates (2 B), L tokens, P prompt tokens, W size of the vocabulary.
 
 The likelihood of a text is the mean natural logarithm of the probabilities of its tokens, including the end token. The

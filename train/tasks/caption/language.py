@@ -12,9 +12,9 @@ positions count from 0.
 A run stores the configuration and the tokenizer in RUN/language_model, in the format of transformers. Therefore the
 checkpoints, which contain the weights, can be used without the folder of `--decoder.lm`.
 
-Shape suffixes: V videos, R rows of text (V * n, grouped by video), N tokens per video, P tokens of the prefix, b and a
-prompt tokens before and after the visual tokens, L tokens per caption, E width of the tower, D width of the language
-model, W size of the vocabulary.
+Shape suffixes: V videos, R rows of text (grouped by video), N tokens of the tower per video, n visual tokens per video,
+P tokens of the prefix, b and a prompt tokens before and after the visual tokens, L tokens per caption, E width of the
+tower, D width of the language model, W size of the vocabulary.
 """
 
 import inspect
@@ -139,8 +139,8 @@ class LanguageCaptioner(nn.Module):
         """Return the logits [R, L, W] for the token after each token.
 
         Args:
-            tokens: Tokens, int64 [V, L] or, with n captions per clip, [V, n, L]. The first token of each row stands for
-                the complete prefix.
+            tokens: Tokens, int64 [V, L] or, with several captions per clip, [V, captions per clip, L]. The first token
+                of each row stands for the complete prefix.
         """
         tokens_RL = tokens.flatten(0, -2)
         prefix_VPD = self.encode(video_VCTHW)

@@ -200,7 +200,7 @@ def _cosines(
     """Return the cosine of each reference and its candidate for one order, [R], with clipped and with plain entries."""
     num_references = len(video_of_reference)
     keys = video_of_reference[references.caption] * references.num_grams + references.gram
-    sorted_keys = np.sort(keys)  # np.unique uses hashing, which takes ten times as long
+    sorted_keys = np.sort(keys)  # np.unique uses hashing, which takes much longer
     distinct_keys = sorted_keys[np.flatnonzero(np.diff(sorted_keys, prepend=-1))]
     document_frequency = np.bincount(distinct_keys % references.num_grams, minlength=references.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(document_frequency, 1))

@@ -11,7 +11,8 @@ One or two floating-point tensors are passed from each stage to the next. The st
 the tokens. Parameters have the same names as in the complete captioner. The token embedding belongs to both the first
 and the last layer of the decoder. If these layers are in different stages, each stage has a copy.
 
-Shape suffixes: V videos, R rows of text (V * n), L tokens, D width, W size of the vocabulary.
+Shape suffixes: V videos, N video tokens, R rows of text (grouped by video), L text tokens, D width, W size of the
+vocabulary.
 """
 
 import re

@@ -8,7 +8,8 @@ protocol are rejected. Data with only some of the protocol's videos are scored, 
 docs/evaluation.md lists the sources, and the differences from public code.
 
 Shape suffixes: B samples in a batch, L views of these samples, C channels, F frames of all views of a sample, T frames
-per view, H height, W width, E width of the embeddings, N clips, M distinct texts.
+per view, H height, W width, E width of the embeddings, N clips, M distinct texts, V videos,
+X tokens of a text or values of its stored embedding.
 """
 
 import hashlib

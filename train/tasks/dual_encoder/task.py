@@ -2,6 +2,8 @@
 
 Clips are pixels or precomputed VAE latents. Captions are tokens for a text tower, or precomputed text embeddings.
 The initial weights of a run, if any, determine the towers, normalisation, widths, context length and temperature.
+
+Shape suffixes: B clips, C channels, T frames, H height, W width, K drawn frames.
 """
 
 import math

@@ -23,6 +23,8 @@ Datasets of CLIP_benchmark (LAION) are image tars, with the class and template f
                                                  (clipmill.train.tasks.dual_encoder.protocols)
 
 Two classes of a dataset may have the same name (ImageNet has two "sunglasses"), so classes are identified by number.
+
+Shape suffixes: N clips, C classes, P prompts, E embedding width.
 """
 
 from dataclasses import asdict, dataclass
