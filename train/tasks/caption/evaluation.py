@@ -67,7 +67,7 @@ def score_run(opened: OpenedRun, flags: CaptionFlags, *, with_java: bool = True)
         with_java: True to compute METEOR and SPICE (`score_captions`).
 
     Raises:
-        UserError: The split has no captions, or a jar of SPICE is missing.
+        UserError: The split has no captions, no reference has words, or a jar of SPICE is missing.
         FailedWork: No clip could be decoded, predictions are not finite, or all generated captions are empty.
     """
     if flags.spice_jars is not None:

@@ -278,7 +278,7 @@ class CaptionTask(ClipTask[CaptionerSettings, "AnySamples | None", AnyCaptioner]
             settings: Decoding settings. Default: the settings of the run.
 
         Raises:
-            UserError: A requested number of tokens exceeds the context.
+            UserError: See `fit_decoding`.
         """
         is_stored = settings is None and self._is_existing_run
         return fit_decoding(settings or self._settings.decoding, self.decoder.context_length, is_stored=is_stored)

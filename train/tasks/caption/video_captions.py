@@ -371,7 +371,8 @@ def open_sink(out: Path, videos: Sequence[Path], *, file_format: VideoFormat | N
     separate file.
 
     Raises:
-        UserError: The format is unknown, or a file exists already or cannot be written.
+        UserError: The format is unknown, `out` does not fit the format or the number of videos, or a file exists
+            already or cannot be written.
     """
     file_format = format_of(out, file_format)
     is_folder = file_format == "srt" and (out.is_dir() or len(videos) > 1)

@@ -161,7 +161,8 @@ class ClassifyTask(ClipTask[ClassifySettings, "AnySamples", VideoClassifier]):
         """Open this rank's part of the labelled clips, or segments of latents, in the training split.
 
         Raises:
-            UserError: The split is empty, or all its clips belong to one class.
+            UserError: The split is empty, all its clips belong to one class, or an evaluation during training has
+                unsuitable data.
         """
         settings = self._settings
         if self._classes is None:

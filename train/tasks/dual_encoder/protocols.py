@@ -274,7 +274,7 @@ def protocol_captions(data_dir: Path, name: ProtocolName, *, split: str, sources
         sources: Value of `--captions.sources`. Only the first source is used. EgoMCQ has a fixed source.
 
     Raises:
-        UserError: The captions do not fit the protocol.
+        UserError: The split has no captions, or its captions do not fit the protocol.
     """
     captions = read_captions(data_dir)
     all_sources = pc.unique(captions["source"]).to_pylist()

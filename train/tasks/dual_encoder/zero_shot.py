@@ -159,7 +159,7 @@ def image_class_prompts(samples: Samples[Any], pattern: str, evaluation: DualEnc
     """Return the classes and prompts for images labelled with `image_classes`.
 
     Raises:
-        UserError: See `image_classes`; or a label other than `class` was requested.
+        UserError: See `image_classes`; or the template file is invalid, or a label other than `class` was requested.
     """
     from clipmill.train.data.image_tars import LABEL
 
