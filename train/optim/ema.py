@@ -15,9 +15,9 @@ from clipmill.train.optim.parameters import plain_name
 class Ema:
     """Moving average of weights: average = d average + (1 - d) weights, updated after every step.
 
-    d is (1 + step) / (10 + step), but at most `decay`, so that the first steps have little weight. Averages are sharded
-    like the weights. The running statistics of batch norms are averaged too, because the current statistics belong to
-    the current weights, not to the averaged weights.
+    d is (1 + step) / (10 + step), but at most `decay`, so that the initial weights are soon forgotten. Averages are
+    sharded like the weights. The running statistics of batch norms are averaged too, because the current statistics
+    belong to the current weights, not to the averaged weights.
 
     Args:
         model: Model in training mode.

@@ -120,8 +120,8 @@ class Lamb(ForeachOptimizer):
     """LAMB: Adam with a trust ratio per tensor (You et al. 2020, algorithm 2; FastCLIP procedure 4).
 
     theta -= lr alpha (r + decay theta), with Adam's update r and alpha = |theta| / |r + decay theta|; the norms are
-    over complete tensors. alpha is 1 (as in AdamW) in groups whose `adapts` is False, for zero updates, and for zero
-    tensors, whose weights otherwise could not grow.
+    over complete tensors. alpha is 1 (as in AdamW) in groups whose `adapts` is False, for updates of norm zero,
+    and for tensors of norm zero, which otherwise could not change.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ def _adam_updates(
     torch._foreach_lerp_(first_moments, gradients, 1 - beta1)
     torch._foreach_mul_(second_moments, beta2)
     torch._foreach_addcmul_(second_moments, gradients, gradients, 1 - beta2)
-    # r = (m / b1) / (sqrt(v / b2) + eps). The divisor contains both bias corrections b, so one copy is enough.
+    # r = (m / b1) / (sqrt(v / b2) + eps), with the bias corrections b1 and b2. Both are part of the divisor, so one
+    # temporary copy of the moments is enough.
     corrections = [1 - beta1**step for step in steps]
     factors = [correction / (1 - beta2**step) ** 0.5 for correction, step in zip(corrections, steps, strict=True)]
     updates = list(torch._foreach_sqrt(second_moments))
@@ -253,13 +254,14 @@ def clip_gradients(
     Parameters may be complete or sharded (DTensor). All ranks must call this function, and get the same norm.
 
     Args:
+        loss_scale: Factor of the loss, and thus of the gradients.
         stages: Ranks that hold the stages of the model, in a pipeline.
         repeated_parameters: Parameters of this rank that are tied to parameters of another stage. The other stage
             counts their norms.
 
     Returns:
-        The global gradient norm before clipping, zero-dimensional float64. If it is not finite, the gradients must not
-        be used.
+        The global norm of the unscaled gradients before clipping, zero-dimensional float64. If it is not finite, the
+        gradients must not be used.
     """
     parameters = list(parameters)
     repeated_ids = {id(parameter) for parameter in repeated_parameters}
@@ -320,8 +322,8 @@ def learning_rate(
     """Return the learning rate of a step. Steps count from 1 to `total_steps`.
 
     The rate increases linearly to `peak` at step `warmup_steps`, stays there for one step, and then decays so that it
-    would reach `end` one step after the last step. The increase begins with `start` at step 1 (AVION) or, if `start` is
-    None, with 0 at step 0 (open_clip).
+    would reach `end` one step after the last step. With the schedule "fixed", it stays at `peak`. The increase begins
+    with `start` at step 1 (AVION) or, if `start` is None, with 0 at step 0 (open_clip).
     """
     if step <= warmup_steps:
         if start is None:

@@ -4,7 +4,7 @@ In addition to the keys of torch.optim, groups have three keys, which are also s
 
     lr_scale       factor of the learning rate (layer-wise decay)
     is_objective   True if the parameters belong to the objective, which determines their learning rate
-    adapts         True if LAMB uses its trust ratio
+    adapts         True if LAMB applies its trust ratio to the parameters
 """
 
 import re
@@ -24,11 +24,12 @@ _BLOCK = re.compile(
     r"(?P<tower>(?:.*?\.)??)(?:(?:transformer|encoder)\.)?"
     r"(?:(?:resblocks|blocks|layers?|stages|block|h)\.|layer(?=\d))(?P<number>\d+)\."
 )
-# Layers before the first block of a tower. All other layers outside blocks come after the last block.
+# Names of layers before the first block of a tower. All other layers outside blocks count as after the last block.
 _STEM = re.compile(
     r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv\d|bn\d|ln_pre|norm_pre|pre_\w*norm|patch\w*|pos_embed|embedder"
     r"|embed|embed_\w+|wte|wpe|word_embeddings)(?:\.|$)"
 )
+# Names of embeddings, which get no weight decay.
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token|pos_embed|embed_\w+|wte|wpe|embed_in)(?:\.weight)?$")
 
 # Substrings in the names of cross-attention parameters, which a GPT-2 trained only on text lacks.

@@ -58,7 +58,7 @@ def _refuse(source: Source, tower: str, actual_text: str, configured_text: str) 
     raise UserError(
         f"{source.title}: the {tower} tower of the weights has {actual_text}, but the configuration says "
         f"{configured_text}",
-        hint="download the weights and the configuration again: one of them is truncated or of a different model",
+        hint="download the weights and the configuration again: one of them is truncated or from another model",
     )
 
 
@@ -69,7 +69,7 @@ def _trunk(trunk: TransformerSize, width: int, depth: int, num_heads: int | None
 
 
 def model_name_of(source: Source) -> ModelName:
-    """Return the model name whose patch size matches the weights; b16 if none matches."""
+    """Return b16 or l14, whichever has the patch size of the weights; b16 if neither has it."""
     conv = source.converted.tensors.get(CONV)
     names: list[ModelName] = ["b16", "l14"]
     return next((name for name in names if conv is not None and PATCH_PX[name] == conv.shape[-1]), "b16")
@@ -134,7 +134,7 @@ def read_logits(checkpoint: Path) -> Logits:
     names = [name for name in (_LOG_SCALE, _TEMPERATURE, _BIAS) if name in table and not table[name]["size"]]
     numbers = {name: torch.zeros(()) for name in names}
     if numbers:
-        fill(checkpoint, table, numbers, world=World())  # one call for all, because each call downloads from a bucket
+        fill(checkpoint, table, numbers, world=World())  # one call, because each call downloads from a bucket
     require_finite(numbers, source=checkpoint)
     values = {name: float(number) for name, number in numbers.items()}
     temperature = values.get(_TEMPERATURE)

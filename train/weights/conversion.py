@@ -1,8 +1,8 @@
 """Convert state dicts of other projects to this project's parameter names, and back.
 
 In our names, `video.*` and `text.*` are the towers of clipmill.train.models.dual_encoder.DualEncoder. A
-MaskedAutoencoder or a Captioner also has `decoder.*`, and a VideoClassifier has `fc_norm.*` and `head.*`. `logit_scale`
-belongs to the objective.
+MaskedAutoencoder or a Captioner also has `decoder.*`, a Captioner may have `projection.*`, and a VideoClassifier has
+`fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
 """
 
 import re
@@ -183,7 +183,7 @@ class NameTable:
 
 
 def _translate_name(rows: Mapping[str, str], name: str) -> str | None:
-    """Translate `name` with `rows`. Keep the block index and the suffix. Return None if no row matches."""
+    """Translate `name` with `rows`, and keep its block index and suffix. Return None if no row matches."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     name_pattern = rows.get(pattern)

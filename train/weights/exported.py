@@ -80,7 +80,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write a configuration file."""
+    """Write a value as an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def preprocessor_config(processor: str, settings: ClipSettings, *, kind: str) ->
         image_mean=list(settings.init.pixel_mean or MEANS[kind]),
         image_std=list(settings.init.pixel_std or STDS[kind]),
     ).to_dict()
-    return {**config, "image_processor_type": processor}  # some versions add "Fast"
+    return {**config, "image_processor_type": processor}  # some versions of transformers append "Fast"
 
 
 def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Read tensors and configurations from untrusted files without executing code in them.
 
 safetensors files contain only tensors. torch.save files are read with `weights_only`, which builds tensors and plain
-containers, and rejects everything else. The archives that OpenAI published are programs (TorchScript). Such an archive
-is opened only if its SHA-256 is in open_clip's list of OpenAI's archives.
+values, and rejects everything else. The archives that OpenAI published are programs (TorchScript). Such an archive is
+opened only if its SHA-256 is in open_clip's list of OpenAI's archives.
 """
 
 import argparse

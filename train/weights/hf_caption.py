@@ -365,7 +365,7 @@ def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> Caption
 
 HF_TIMESFORMER = Format(
     name="hf_timesformer",
-    title="Hugging Face's TimeSformer, or a captioner with it",
+    title="Hugging Face's TimeSformer, or a captioner that contains it",
     convert=from_hf_caption,
     matches=lambda names: any_starts_with(
         names, "timesformer.", "encoder.embeddings.time_embeddings", "embeddings.time_embeddings"

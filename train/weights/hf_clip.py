@@ -136,6 +136,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     return config.to_dict()
 
 
+# CLIP's pattern of a word, with the letters that match "s" without regard to case.
 _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
@@ -223,6 +224,7 @@ def cleaning_normalizer() -> Any:
     # Old HTML entities that need no semicolon. Longer names come first, because a shorter name may be their prefix.
     old_names = sorted((name for name in html5 if not name.endswith(";")), key=len, reverse=True)
     without_semicolons = ((Regex(f"&{name};?"), html5[name]) for name in old_names)
+    # In the list of rules, None stands for NFC normalisation.
     rules = (*_replacements(), None, *without_semicolons, (Regex(r"\s+"), " "))
     steps = [normalizers.NFC() if rule is None else normalizers.Replace(*rule) for rule in rules]
     # Python converts a sigma at the end of a word to a final sigma, but `Lowercase` of tokenizers does not.
@@ -237,7 +239,7 @@ def _replacements() -> Iterator[tuple[Any, str]]:
     from tokenizers import Regex
 
     chardata: Any = open_clip_tokenizer.ftfy.chardata
-    # Ampersands that were escaped several times.
+    # Ampersands that were escaped once or repeatedly.
     yield Regex(r"&(?:(?:amp|AMP|#0*38|#[xX]0*26);)+"), _AMPERSAND
     patterns = defaultdict[str, list[str]](list)
     for name, value in {**{f"&{name}": value for name, value in html5.items()}, **chardata.HTML_ENTITIES}.items():

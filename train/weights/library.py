@@ -176,7 +176,7 @@ def _write_open_clip(folder: Path, towers: LibraryTowers) -> tuple[Path, set[str
     weights, text = towers.weights, towers.towers.text
     if "video.proj" in weights or ("text.text_projection" in weights and text is not None):
         raise UserError(
-            "--format open_clip cannot store the projection that a tower has in addition to open_clip's",
+            "--format open_clip cannot store the projection that clipmill added to a tower of open_clip",
             hint="use --format torch, or train without --towers.embedding-width",
         )
     if not any(name.startswith("text.") for name in weights) or (text or "open_clip:").partition(":")[0] != "open_clip":

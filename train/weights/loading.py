@@ -94,7 +94,7 @@ def fit_tensors(source: ConvertedStateDict, shapes: Mapping[str, Shape], *, allo
     Args:
         source: Converted weights.
         shapes: Shapes of the model's parameters, by name.
-        allow: Patterns of tensor names (ours or the source's) that may differ without a reason.
+        allow: Name patterns (our names or the source's) of tensors that may differ without a reason.
     """
     tensors: dict[str, torch.Tensor] = {}
     changes: list[Change] = []
@@ -254,7 +254,7 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     Args:
         model: Model whose names and shapes the weights must have.
         source: Weights to fit.
-        allow: Patterns of tensor names that may differ without a reason.
+        allow: Name patterns of tensors that may differ without a reason.
         say: Function that prints a line of the table of changes.
 
     Raises:
@@ -306,6 +306,8 @@ def copy_into(model: nn.Module, loaded: LoadedWeights) -> None:
 def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., LoadedWeights], say: Say) -> None:
     """Load all parameters of a model that will not be trained. Each parameter is copied from `source`, or interpolated.
 
+    If `source` lacks the temporal embedding, the embedding is set to zero.
+
     Args:
         model: Model to fill.
         source: Weights to load.
@@ -313,7 +315,7 @@ def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., 
         say: Function that prints a line of the table of changes.
 
     Raises:
-        UserError: `source` has no values for a parameter.
+        UserError: `source` has no values for another parameter.
     """
     loaded = fit(model, source, say=say)
     # Only changes to parameters of the model have a new shape.
@@ -326,7 +328,8 @@ def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., 
         )
     copy_into(model, loaded)
     if TEMPORAL_EMBEDDING in changed_names and TEMPORAL_EMBEDDING not in tensors:
-        # The weights come from an image model. Zero the embedding, because its initial zeros have random signs.
+        # The weights come from an image model. Zero the embedding, because it may have random initial values, or zeros
+        # with random signs.
         model.get_parameter(TEMPORAL_EMBEDDING).detach().zero_()
 
 

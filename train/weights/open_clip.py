@@ -108,7 +108,8 @@ def _eps(tower: Mapping[str, Any]) -> float:
 def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
     """Return the content of open_clip_config.json for a CLIP that takes single frames.
 
-    Fields with default values are omitted, because some versions of open_clip do not know them.
+    `mlp_ratio` and `norm_kwargs` are omitted if they have the default value, because some versions of open_clip do not
+    know them.
     """
     video, text = size.video.trunk, size.text.trunk
     norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
@@ -226,7 +227,7 @@ OPENAI = Format(
 
 
 # Names in AVION's and LaViLa's dual encoders, and facts about their training. Both projects normalise with a mean of
-# (108.3272985, 116.7460125, 104.0937) / 255. The red value is a mistake (CLIP: 122.77), but weights that were
+# (108.3272985, 116.7460125, 104.0937) / 255. The value for red is a mistake (CLIP: 122.77), but weights that were
 # trained with this value need it.
 #
 #     ours                  AVION                                          LaViLa (TimeSformer)
@@ -311,8 +312,8 @@ AVION = Format(
         mean=MISTYPED_MEAN,
         std=CLIP_STD,
         remarks=(
-            "AVION's weights were trained with GELU (CLIP: QuickGELU), a layer norm eps of 1e-6 in vision (CLIP: "
-            "1e-5), and a red mean of 108.33 / 255 (CLIP: 122.77 / 255); clipmill uses the same values",
+            "AVION's weights were trained with GELU (CLIP: QuickGELU), a layer norm eps of 1e-6 in the video tower "
+            "(CLIP: 1e-5), and a mean of 108.33 / 255 for red (CLIP: 122.77 / 255); clipmill uses AVION's values",
         ),
     ),
 )
@@ -328,8 +329,8 @@ LAVILA = Format(
         mean=MISTYPED_MEAN,
         std=CLIP_STD,
         remarks=(
-            "LaViLa's weights were trained with QuickGELU, a layer norm eps of 1e-6 in vision (CLIP: 1e-5), and a red "
-            "mean of 108.33 / 255 (CLIP: 122.77 / 255); clipmill uses the same values",
+            "LaViLa's weights were trained with QuickGELU, a layer norm eps of 1e-6 in the video tower (CLIP: 1e-5), "
+            "and a mean of 108.33 / 255 for red (CLIP: 122.77 / 255); clipmill uses LaViLa's values",
             "LaViLa's video tower has divided attention over time and space (--towers.attention divided)",
         ),
     ),

@@ -89,11 +89,12 @@ KINDS: dict[str, str] = {
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
     """Fill settings that the user left open with the values that the weights were trained with.
 
-    These settings are the kind of tower, the length of cubes, the activation, the epsilon of layer norms, and the pixel
-    normalisation.
+    These settings are the kind of tower, towers from libraries, the attention, the length of cubes, the activation, the
+    epsilon of layer norms, and the pixel normalisation.
 
     Raises:
-        UserError: The settings specify a different kind of tower than the weights.
+        UserError: The settings specify a different kind of tower than the weights, or a tower from a library is not
+            available or specifies no pixel normalisation.
     """
     settings = _drop_idle_temporal(settings, source, say=say)
     if source is None:
@@ -196,7 +197,7 @@ def _find_normalization(settings: ClipSettings) -> tuple[Mean, Mean]:
 def _set_towers(settings: Clips, source: Source, *, say: Say) -> Clips:
     """Return the settings with the towers that the weights need.
 
-    Weights of a run may need towers from a library, and weights of LaViLa need divided attention.
+    Weights of a run or of open_clip may need towers from a library, and weights of LaViLa need divided attention.
     """
     names, towers, source_towers = source.converted.tensors, settings.towers, source.facts.towers
     changes: dict[str, Any] = {}

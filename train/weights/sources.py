@@ -127,11 +127,11 @@ def fetch_tag(init: Init, towers: Towers = _DEFAULT_TOWERS, *, say: Say) -> None
     """
     for part, part_towers in _parts_of(init, towers):
         if (part.weights or "").startswith(HUB_PREFIX):
-            say(f"weights: {part.weights} loaded from Hugging Face's cache, or downloaded")
+            say(f"weights: loading {part.weights} from Hugging Face's cache, or downloading it")
             path_of_weights(str(part.weights))
         match = NAME_AND_TAG.fullmatch(part.weights or "")
         if match and not Path(match[0]).exists():
-            say(f"weights: {part.weights} loaded from open_clip's cache, or downloaded")
+            say(f"weights: loading {part.weights} from open_clip's cache, or downloading it")
             file_of_tag(match[1], match[2], read_facts=None if library_format(part_towers) is None else facts_of_entry)
 
 

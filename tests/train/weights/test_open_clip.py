@@ -159,7 +159,7 @@ def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: py
     fetch_tag(Init(weights="ViT-B-16:openai"), say=messages.append)
     source = open_weights(Init(weights="ViT-B-16:openai"))
     assert source is not None and source.facts.activation == "quick_gelu" and source.facts.video_heads == 12
-    assert "open_clip's cache, or downloaded" in messages[0]
+    assert "open_clip's cache, or downloading it" in messages[0]
 
 
 def test_an_unknown_tag_lists_those_there_are() -> None:
