@@ -233,7 +233,7 @@ class ClipSettings(TrainingSettings):
         return self.init.weights is not None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for clips that do not fit the tubelets or the crop, and for a model without trained parts."""
+        """Yield errors for frames that do not fit the crop or the tubelets, invalid --views, and nothing to train."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(

@@ -112,7 +112,7 @@ class EvaluationSettings(Checked):
             name = match["name"] if match else short_name(parts["shards"].rstrip("/").rpartition("/")[2])
             if name in data:
                 raise UserError(
-                    f"{self.flag('shards')} names two data folders {name!r}",
+                    f"{self.flag('shards')} gives the name {name!r} to two data folders",
                     hint="use NAME=DATA with different names",
                     flags=(self.flag("shards"),),
                 )
@@ -125,7 +125,7 @@ class EvaluationSettings(Checked):
         return tuple(data.values())
 
     def with_absolute_paths(self) -> Self:
-        """Return the settings with absolute paths to the data folders, so that they hold in any working directory."""
+        """Return the settings with absolute paths to the data folders, so that any working directory can be used."""
         all_data = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 

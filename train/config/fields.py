@@ -1,6 +1,6 @@
 """Building blocks of training settings: help groups, step counts in epochs, choices, and named parts.
 
-`clipmill.manifests.settings` contains the annotations that both programs share.
+`clipmill.manifests.settings` contains the annotations that `prep` and `train` share. An example of a setting:
 
     batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
     \"\"\"Batch size, over all processes.\"\"\"

@@ -26,7 +26,7 @@ from clipmill.train.config.training import TrainingSettings, flatten, plain_valu
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
-# Presets for one loss were replaced by presets for all losses. The loss is now a flag, whose default is the old loss.
+# Former presets for one loss, and the presets for all losses that replaced them. By default, the loss is the same.
 RENAMED_PRESETS = {f"fastclip-v3-{size}": f"fastclip-{size}" for size in ("medium", "large", "xlarge")}
 # Limits for a settings file. A file that exceeds them contains something other than settings.
 _MAX_VALUES, _MAX_DEPTH, _MAX_CHARACTERS = 10_000, 20, 10_000
@@ -78,7 +78,7 @@ def _parse_file(path: Path, kind: type[Settings]) -> Settings:
     try:
         app.config, prefix = [yaml_source(path, kind)], f"{path}: "
         with deferred_checks():
-            # The address of a run in a bucket would be mounted. Use the folder of the file instead.
+            # Parsing the address of a run in a bucket would mount the bucket. Use the folder of the file instead.
             is_in_bucket = is_remote(str(read_values(path).get("out")))
             settings: Settings = app([f"--out={path.parent}"] if is_in_bucket else [])
         raise_mistakes(mistakes(settings))

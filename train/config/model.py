@@ -21,8 +21,8 @@ class TowerSpec:
         name: Value of `--towers.kind`.
         build: Import path of a function or class that builds the tower of a dual encoder from the arguments (size,
             image_px, num_frames, embedding_width, attend, towers). `size` is a `VideoViTSize`, and `towers` are the
-            settings `--towers.*`. The tower embeds clips [B, C, T, H, W] as vectors [B, embedding_width] that are not
-            normalised. None if dual encoders do not support the tower.
+            settings `--towers.*`. The tower embeds clips [B, C, T, H, W] as vectors [B, embedding_width], which are
+            not scaled to unit length. None if dual encoders do not support the tower.
         tubelet: Default number of frames per tubelet; --towers.tubelet overrides it.
     """
 
@@ -93,7 +93,7 @@ class Towers(Checked):
     pool_frames: Annotated[Literal["mean", "attention"], TOWERS_BY_NAME, GoesWith("image")] = "mean"
     """Pooling of the frame embeddings of --towers.image into a clip embedding: mean or attention pooling."""
     tubelet: Annotated[int | None, Range(least=1)] = None
-    """Frames per patch (tubelet). Default: 1 for clip and timesformer, 2 for videomae."""
+    """Frames per patch (tubelet). Default: from --init.weights, else 1 for clip and timesformer, 2 for videomae."""
     width: Annotated[int | None, SIZE, TOWER_SIZES] = None
     """Width of the video tower. Default: from --model."""
     depth: Annotated[int | None, SIZE, TOWER_SIZES] = None
@@ -113,7 +113,8 @@ class Towers(Checked):
     """Combination of the --views of a moment into one embedding. mean: mean of the embeddings of the views; concat: the
     tokens of all views are concatenated and attend to each other."""
     embedding_width: Annotated[int | None, SIZE] = None
-    """Width of the joint embedding space (AVION: 256). Default: from --init.weights, else as in CLIP."""
+    """Width of the joint embedding space (AVION: 256). Default: from --init.weights or the library of a tower, else
+    from --model."""
     activation: Activation | None = None
     """Activation of the MLPs. Default: from --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: Annotated[float | None, EPS_RANGE] = None
@@ -132,7 +133,7 @@ class Towers(Checked):
     """Recompute activations in the backward pass, which saves memory and costs one more forward pass."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for each setting that does not apply to the tower."""
+        """Yield an error for each setting that does not apply to the tower, and for an invalid --towers.image."""
         if self.kind == "videomae":
             yield from clip_only_mistakes(self, hint="omit it, or use --towers.kind clip")
         if self.attention == "divided" and (self.patch_dropout or (self.tubelet or 1) > 1):
@@ -198,7 +199,7 @@ class DualEncoderTowers(Towers):
     248)."""
 
     def rules(self) -> Iterator[UserError]:
-        """Yield an error for each setting that does not apply to the towers."""
+        """Yield an error for each setting that does not apply to the towers, and for an invalid --towers.text."""
         yield from super().rules()
         if self.text is not None:
             yield from self._library_mistakes("text", self.text, unused=_FIXED_BY_TEXT)
@@ -274,15 +275,16 @@ class Init(Checked):
     prefix = "init"
 
     weights: Annotated[str | None, FIRST_RUN] = None
-    """Initial weights: file, folder, run, or open_clip's NAME:TAG, which is downloaded. Default: random."""
+    """Initial weights: file, folder, run, or a name to download: open_clip's NAME:TAG, or hf:NAME on the Hugging Face
+    Hub. Default: random."""
     format: FormatChoice = "auto"
     """Format of --init.weights. auto: detected from the tensor names; hf_timesformer: only for train caption."""
     allow: tuple[str, ...] = ()
     """Name patterns of tensors that may be missing, unexpected or of a different shape, such as `video.proj` or
     `visual.*`."""
     pixel_mean: Annotated[tuple[float, float, float] | None, PIXEL_MEAN] = None
-    """Mean of R, G and B for normalisation. Default: from --init.weights, else as for CLIP (videomae: as for
-    ImageNet)."""
+    """Mean of R, G and B for normalisation. Default: from --init.weights, else the mean of the kind of tower (clip:
+    CLIP's; videomae: ImageNet's; timesformer: 0.45; library: the library's)."""
     pixel_std: Annotated[tuple[float, float, float] | None, PIXEL_STD] = None
     """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 

@@ -104,7 +104,7 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
     Args:
         settings: Settings for reading the data. If None, the data are not read, and the result is the first kind whose
-            pattern matches the address. Kinds with the same pattern have the same `has_manifest`.
+            pattern matches the address. Its `has_manifest` is correct, because kinds with the same pattern share it.
 
     Raises:
         UserError: The address refers to tars, but a tar is missing or cannot be read.
@@ -288,7 +288,7 @@ def _require_weights(mix: str, *, num_folders: int) -> None:
 
 
 def local_folder(address: str | Path) -> Path:
-    """Return the local folder of a run: for a run in a bucket, an up-to-date mirror of the run.
+    """Return the local path of a run or of weights: for a run in a bucket, an up-to-date mirror of the run.
 
     Raises:
         UserError: A run cannot be stored at the address, or the bucket cannot be read.

@@ -76,7 +76,8 @@ class OptimizerSettings(Choice):
     momentum: Annotated[float | None, FRACTION] = None
     """Momentum of sgd. Default: 0.9."""
     lamb_alpha: Annotated[Literal["all", "decayed"], GoesWith("name", ("lamb",))] = "all"
-    """Parameters whose steps lamb scales: all (paper), or only parameters with weight decay (FastCLIP's code)."""
+    """Parameters whose steps lamb scales. all: all parameters (paper); decayed: only parameters with weight decay
+    (FastCLIP's code)."""
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""
     start_lr: Annotated[float | None, Range(above=0, hint="use a number above 0, and at most --lr")] = None
@@ -243,8 +244,8 @@ class TrainingSettings(DataSettings):
     keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
     best: Annotated[str | None, groups.CHECKPOINTS] = None
-    """Metric of the evaluation, as SPLIT/NAME. The checkpoint with its best value is also kept: the highest value, or
-    the lowest for losses and ranks."""
+    """Metric of the evaluation, as SPLIT/METRIC (NAME/METRIC for --evaluate.shards or several --shards). The checkpoint
+    with its best value is also kept: the highest value, or the lowest for losses and ranks."""
     parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
     """Distribution of training over processes."""
 
@@ -306,7 +307,7 @@ class TrainingSettings(DataSettings):
         return in_share if self.where is None else f"{in_share} and ({self.where})"
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for --best without evaluations, learning rates above the peak, and contradictory devices."""
+        """Yield errors for an invalid --best or --where, learning rates above the peak, and contradictory devices."""
         yield from super().rules()
         if self.best is not None and not self.evaluate.every:
             yield UserError(
@@ -359,7 +360,8 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
         )
 
 
-# Settings that may differ when a run is resumed, because they affect the weights only by rounding.
+# Settings that may differ when a run is resumed. They affect the weights only by rounding. If `shards` or `variant`
+# select different samples, the loader rejects them.
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),

@@ -130,14 +130,14 @@ def test_missing_data_are_named_before_training_starts(
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        (("a=x", "a=y"), "two data folders 'a'"),
-        (("x/data", "y/data"), "two data folders 'data'"),
+        (("a=x", "a=y"), "the name 'a' to two data folders"),
+        (("x/data", "y/data"), "the name 'data' to two data folders"),
         (("a=x@val:unheard-of",), "names the protocol 'unheard-of'"),
         (("",), "--evaluate.shards '' does not name a data folder"),
         (("a=",), "--evaluate.shards 'a=' does not name a data folder"),
         (("=x@val",), "--evaluate.shards '=x@val': '' is not a valid NAME"),
         (("my data=x",), "--evaluate.shards 'my data=x': 'my data' is not a valid NAME"),
-        (("x/.data", "y/data"), "two data folders 'data'"),
+        (("x/.data", "y/data"), "the name 'data' to two data folders"),
     ],
 )
 def test_data_that_cannot_be_told_apart_are_a_mistake(shards: tuple[str, ...], message: str) -> None:
