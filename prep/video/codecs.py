@@ -3,8 +3,8 @@
 All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend only on the
 frames and the settings. GOP layouts, with frames in display order:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. A frame
-            requires only the key frame, the P frames before it in decoding order, and its own packet
+    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; `b` is a B frame that no frame references.
+            Decoding a frame requires only the key frame, the P frames before it in decoding order, and its own packet
     star    a comb with a single P frame; to obtain any frame, at most three frames are decoded
     closed  a closed GOP; the encoder chooses its frame types
     intra   every frame is a key frame
@@ -51,8 +51,8 @@ class Codec:
         presets: Values of `--preset`; empty if the encoder has no presets.
         gop_arguments: Function that takes a GOP layout and a key frame interval, and returns ffmpeg output arguments.
         crf_argument: ffmpeg option that takes the value of `--crf`.
-        encode_s_per_megapixel: Core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
-            GHz.
+        encode_s_per_megapixel: Cost of encoding at the default settings, in seconds per megapixel, on an x86-64 server
+            core at about 3 GHz.
         bits_per_pixel: Bits per pixel of the chunks at the default settings.
     """
 
@@ -86,14 +86,14 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     b_frames = _num_b_frames(gop, keyint)
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop in (COMB, STAR):
-        # With cutree, x265 makes the frame after a forced key frame a P frame, which adds a fourth decode to the GOP.
-        # The lookahead must be longer than the run of b frames, but in the fast presets it is shorter.
+        # With cutree, x265 makes the frame after a forced key frame a P frame, so a star would require four
+        # decodes. The lookahead must be longer than the run of b frames, but in the fast presets it is shorter.
         params += f":b-adapt=0:cutree=0:rc-lookahead={MAX_CONSECUTIVE_B_FRAMES + 4}"
     return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
 
 def _num_b_frames(gop: str, keyint: int) -> int:
-    """Return the number of consecutive B frames; a GOP shorter than COMB_STEP is encoded as a star."""
+    """Return the maximum number of consecutive B frames. A comb of up to COMB_STEP + 1 frames has one P frame."""
     return {STAR: keyint - 2, COMB: min(COMB_STEP - 1, keyint - 2), INTRA: 0}.get(gop, 3)
 
 

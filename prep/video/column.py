@@ -1,8 +1,8 @@
 """The `video` column: the settings and flags of `prep chunk` and `prep index`, and the `ColumnSpec` of each command.
 
-In a `Recipe`, a setting that the user did not pass is None, and takes its value from a named recipe or from the codec.
-`resolve` fills in these values and adds the ffmpeg version. The resolved recipe is fingerprinted, stored beside the
-shards, and compared in later runs. It does not contain the name of the named recipe.
+In a `Recipe`, None stands for a default that depends on the named recipe, the codec or another setting. `resolve` fills
+in these defaults and adds the ffmpeg version. The resolved recipe is fingerprinted, stored beside the shards, and
+compared in later runs. It does not contain the name of the named recipe.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,10 +53,7 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Checked):
-    """Settings of `prep chunk` that affect the bytes of chunks.
-
-    If a setting is None, the named recipe or the codec provides its value.
-    """
+    """Settings of `prep chunk` that affect the bytes of chunks; None for a default that depends on other settings."""
 
     recipe: Annotated[RecipeName, ENCODING, FIRST_RUN] = "balanced"
     """Named set of defaults: balanced (H.264), small (AV1) or fast (MJPEG, fast to decode). Flags override its
@@ -131,7 +128,7 @@ class Recipe(Checked):
         yield from errors_of(self.settings)
 
     def resolve(self) -> ResolvedRecipe:
-        """Return the recipe of a variant, with the version of the installed ffmpeg program."""
+        """Return the resolved recipe, with the version of the installed ffmpeg program."""
         from clipmill.prep.video.ffmpeg import find_ffmpeg
 
         return resolve(self, ffmpeg_version=find_ffmpeg().version)
@@ -200,7 +197,7 @@ class IndexRecipe(Checked):
         return replace(settings, fps=str(settings.fps_exact))
 
     def resolve(self) -> ResolvedRecipe:
-        """Return the recipe of a variant."""
+        """Return the resolved recipe."""
         settings = self.settings()
         values = {
             "schema": RECIPE_SCHEMA,
@@ -263,7 +260,7 @@ class ChunkPlanRequest(PlanRequest):
     explain: Annotated[
         str | None,
         FIRST_RUN,
-        Parameter(help="Chunk key or video ID whose state in the plan is explained."),
+        Parameter(help="Chunk key, video ID or source name; print what a run does with it, and why."),
     ] = None
 
 

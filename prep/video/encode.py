@@ -9,7 +9,7 @@ discarded. ffmpeg also records the source timestamp of every encoded frame (`-st
 compares it with the packets of the source.
 
 ffmpeg builds the filter graph only once, because a second graph would restart its clock. If the frame shape changes
-within a source, the scaler therefore fits each part into the resolution of the chunks.
+within a source, the scaler therefore fits every frame into the resolution of the chunks.
 
 The division of a video into chunks and spans is pure arithmetic on frame counts. With `--cut even`, a video of `F`
 output frames (at the recipe's frame rate) has full chunks of `n` frames and, if `F` is not a multiple of `n`, a tail.
@@ -50,7 +50,7 @@ _REACH_FACTOR = 32  # factor by which each new pass seeks further back, until a 
 _LIMIT_PER_VIDEO_S = 60.0  # time limit per second of video: a pass slower than 1/60 of real time is considered stuck
 _MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
 _SAME_SHAPE = 0.02  # relative difference in aspect ratio below which a frame is stretched to the chunk's resolution
-_OFFSET_S = 0.0005  # distance from the start of a frame back to a time between two frames; less than half a frame
+_OFFSET_S = 0.0005  # time by which a change of the aspect ratio precedes its first frame; less than half a frame
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class PacketFacts:
     """Properties of a chunk, named like the fields of the index. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: Byte offset of each packet in the chunk's file; for an indexed chunk, relative to its first byte
-            in the source file.
+        packet_offset: Byte offset of each packet in the chunk's file; for an indexed chunk, relative to the chunk's
+            first byte in the source file.
         packet_size: Size of each packet in bytes.
         packet_frame: Presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE flags (clipmill.shards.format) of each packet.

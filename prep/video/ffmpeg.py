@@ -122,7 +122,7 @@ def find_ffmpeg() -> Ffmpeg:
     """Find the program, in the order described at the top of this module.
 
     Raises:
-        UserError: No program was found, or the program that the user selected does not work or is too old.
+        UserError: No program was found, a program does not run, or the program that the user selected is too old.
         FailedWork: Every query for the version was killed or timed out.
     """
     selected_program = os.environ.get(PROGRAM_VARIABLE)
@@ -221,11 +221,11 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
 
     Raises:
         UserError: The program lacks the encoder, or the machine lacks the hardware that the encoder requires.
-        FailedWork: The program was killed.
+        FailedWork: Every run of the program was killed or took too long.
     """
     encoder = CODECS[codec_name].encoder
     encoder_text = f'"{encoder}" (required by --codec {codec_name})'
-    what = f"ffmpeg, tested for the encoder {encoder_text},"
+    what = f"the test of the encoder {encoder_text}"
     encoders = _query([ffmpeg.path, "-hide_banner", "-encoders"], what=what)
     if encoders.returncode == 0 and not any(line.split()[1:2] == [encoder] for line in encoders.stdout.splitlines()):
         raise UserError(

@@ -31,8 +31,8 @@ from clipmill.shards.packets import PacketTable
 from clipmill.shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20
-_PACKET_FIELDS = ("offset", "size", "frame", "flags", "crc32")
-_PACKET_KINDS = (np.uint32, np.uint32, np.int32, np.uint8, np.uint32)
+# Data types of the fields of a `PacketTable`, in order. The index columns have the prefix `packet_`.
+_PACKET_FIELDS = {"offset": np.uint32, "size": np.uint32, "frame": np.int32, "flags": np.uint8, "crc32": np.uint32}
 _MAX_PATTERN = 32  # maximum length of a GOP that is printed in full, in frames
 _MAX_PATTERNS = 4  # maximum number of different GOPs, or of runs in a long GOP, that are printed
 
@@ -130,9 +130,7 @@ def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> C
     """
     json_differences = _check_description(row, members, split=split)
     if SOURCE_MEMBER in members:  # an indexed chunk
-        table = PacketTable(
-            *(np.array(row[f"packet_{name}"], kind) for name, kind in zip(_PACKET_FIELDS, _PACKET_KINDS, strict=True))
-        )
+        table = PacketTable(*(np.array(row[f"packet_{name}"], dtype) for name, dtype in _PACKET_FIELDS.items()))
         payload = row["source_offset"], row["source_bytes"] - row["source_offset"]
         try:
             source = SourceFile(source_location(row["tar"], row["video_id"]))

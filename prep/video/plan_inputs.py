@@ -1,4 +1,4 @@
-"""Read the inputs of a `video` plan, turn the plan into a job for the driver, and find the chunks still to be made.
+"""Read the inputs of a `video` plan, turn the plan into a job for `clipmill.prep.core.run`, and find pending chunks.
 
 `make_plan` probes the sources; on a cluster, it probes them in the workers. `add_missing_shots` detects the shots that
 are missing from a plan, and plans again. `pending_chunks` serves the commands that maintain a data folder, and uses
@@ -74,7 +74,7 @@ class PlanWithInputs:
         retry_codes: Codes of failures to retry even if nothing changed.
         changes: Differences between the shards to write and the stored shards, by shard ID.
         detection: Result of the shot detection; None if no shots were detected for this plan.
-        read_again: IDs of the videos whose source is unchanged, but was read again and failed again.
+        read_again: IDs of the videos whose unchanged source was read again and failed again.
     """
 
     plan: Plan
@@ -164,7 +164,7 @@ def _run_probes(
     from clipmill.prep.sources.probe_processes import probe_group
 
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    make_variant(folder, dict(recipe.values))  # the ticket of the workers needs this folder
+    make_variant(folder, dict(recipe.values))  # the ticket that admits workers to the run is written to this folder
     with worker_ticket(folder, package=COLUMN.package) as ticket:
         yield from engine.run(probe_group, tasks, check=ticket, name=lambda task: task.name)
 
@@ -217,7 +217,7 @@ def add_missing_shots(full_plan: PlanWithInputs, engine: "Engine") -> PlanWithIn
         return full_plan
     from clipmill.prep.sources.shot_table import detect_shots
 
-    # The folder of the variant holds the ticket of the workers, and its recipe records the detector.
+    # The folder of the variant holds the ticket that admits workers to the run, and its recipe records the detector.
     make_variant(full_plan.variant_dir, dict(recipe.values))
     # Keep the stored shots that any variant uses.
     used_detectors = set()
@@ -297,7 +297,7 @@ def _stored_recipe(variant: Variant) -> ResolvedRecipe:
 
 
 def chunk_job(full_plan: PlanWithInputs, *, scratch_bytes: int | None = None) -> "Job[ShardTask]":
-    """Write the layout of the plan and return the plan as a job for the driver.
+    """Write the layout of the plan, and return the plan as a job for `clipmill.prep.core.run.execute`.
 
     Args:
         scratch_bytes: Maximum total size of the copies of remote sources on a node; None to use most of the free space.

@@ -1,11 +1,11 @@
-"""Compute the advice of `prep advise` for an index: how many visits make re-encoding save more CPU time than it costs.
+"""Compute the advice of `prep advise` for an index: how often clips must be read before re-encoding saves CPU time.
 
     N = E / (C x (a - r))      number of visits to each clip after which re-encoding pays off
 
 `E` is the CPU time for encoding all videos with a recipe, and `C` is the number of clips. `a` and `r` are the CPU times
 for reading and decoding a clip: `a` from the original source, measured on clips from random chunks, and `r` from a
-chunk made with the recipe. `E` and `r` come from the trial encodes of a plan (`clipmill.prep.video.plan_report`). The
-encoded sections are decoded like chunks.
+chunk made with the recipe. `E` and `r` come from the trial encodes of a plan (`clipmill.prep.video.plan_report`): short
+sections of videos are encoded, and then decoded like chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -310,7 +310,9 @@ class Advice:
                 f"          {name}: 5 s of {count_noun(trials, 'video')} encoded, "
                 f"{count_noun(section.num_clips, 'clip')} in {section.cpu_s:.1f} s; the encoding time is an estimate"
             )
-        visit_text = f"a visit to each clip is {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
+        visit_text = (
+            f"one visit to each clip reads {count_noun(self.num_clips, 'clip')}, one for each {self.clip_source}"
+        )
         num_visits = {name: visits for name in self.recipes if (visits := self.visits(name)) is not None}
         if not self.recipes:
             yield "no section of a video could be encoded; `prep plan` shows the reason"

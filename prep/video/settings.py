@@ -1,6 +1,6 @@
 """The complete settings of `prep chunk` and `prep index`, for the planner, the encoder and the fingerprint.
 
-A task passes these settings to its worker, so the worker does not load the command line (`column.py`).
+A task passes these settings to its worker, so the worker does not load the flags of the commands (`column.py`).
 """
 
 import math

@@ -45,7 +45,7 @@ _NEVER_SHOWN = np.iinfo(np.int64).max  # time of a frame that is never displayed
 
 
 @dataclass(frozen=True)
-class SourceFacts(PacketFacts):
+class IndexedFacts(PacketFacts):
     """Properties of an indexed chunk, named like the fields of the index."""
 
     num_frames: int
@@ -66,7 +66,7 @@ class SourceChunk:
         source: Content of the tar member SOURCE_MEMBER.
     """
 
-    facts: SourceFacts
+    facts: IndexedFacts
     num_source_frames: int
     source: bytes
 
@@ -80,7 +80,7 @@ class SourceChunk:
         """Return the chunk of a stored sample; None if its index row, which lists the packets, is lost."""
         if sample.fields is None:
             return None
-        facts = SourceFacts(**{field.name: sample.fields[field.name] for field in fields(SourceFacts)})
+        facts = IndexedFacts(**{field.name: sample.fields[field.name] for field in fields(IndexedFacts)})
         return cls(facts, num_source_frames, sample.members[SOURCE_MEMBER])
 
 
@@ -133,7 +133,8 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
         _index_chunk(source, plan, begin_s=first / fps, end_s=(first + length) / fps, num_frames=length)
         for first, length in zip(plan.span.chunk_starts(), plan.span.chunk_frames, strict=True)
     ]
-    # Some streams store parameters only at their start, so check that the first packet of a chunk can be decoded alone.
+    # Some streams store parameters only at their start, so check that the first packet of a chunk can be decoded by
+    # itself.
     facts = chunks[len(chunks) // 2].facts
     with path.open("rb") as file:
         file.seek(facts.source_offset + facts.packet_offset[0])
@@ -142,9 +143,9 @@ def index_span(path: Path, plan: SpanPlan, *, settings: ChunkSettings) -> list[S
         packets = [(0, content)]
         pictures = [*PacketDecoder().decode(codec=source.codec, extradata=source.extradata, packets=packets)]
     except (av.error.FFmpegError, ValueError) as error:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a key frame cannot be decoded alone: {error}") from None
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a key frame cannot be decoded by itself: {error}") from None
     if not pictures:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, "a key frame cannot be decoded alone")
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, "a key frame cannot be decoded by itself")
     return chunks
 
 
@@ -260,7 +261,8 @@ def _index_chunk(
     packets = packets[(packets == first_packet) | (source.order[packets] > source.order[first_packet])]
     offset = int(source.offset[packets].min())
     if int((source.offset[packets] + source.size[packets]).max()) - offset > _MAX_CHUNK_BYTES:
-        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"a chunk at {float(begin_s):.1f} s needs more than 4 GB")
+        where = f"at {float(begin_s):.1f} s"
+        raise SourceFailure(FailureCode.NOT_INDEXABLE, f"the packets of a chunk {where} extend over 4 GB or more")
     order = np.argsort(source.order[packets])
     sorted_packets, frame = packets[order], np.empty(len(packets), np.int64)
     frame[order] = np.arange(len(packets))
@@ -269,7 +271,7 @@ def _index_chunk(
     # Store only the crop, orientation and pixel aspect of the timeline, because the index contains the frame times.
     probed_timeline = Timeline.from_json(plan.source.timeline)
     shape = Timeline(shape=probed_timeline.shape, aspects=probed_timeline.aspects).to_json()
-    facts = SourceFacts(
+    facts = IndexedFacts(
         num_frames=num_frames,
         codec=source.codec,
         width=plan.source.width,
@@ -299,7 +301,7 @@ def _check_recovery(path: Path, source: _Source) -> None:
 
     No check is needed if the second GOP starts with an IDR frame. H.264 does not guarantee that frames after any other
     key frame are independent of the frames before it. Therefore the second GOP is decoded twice: after the first GOP,
-    and alone.
+    and by itself.
 
     Raises:
         SourceFailure: not_indexable, if the decoded frames differ.

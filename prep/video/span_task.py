@@ -43,7 +43,7 @@ _MAX_SHOWN_CHARS = 60  # maximum length of a value in a message
 
 
 class StagedSources:
-    """Access to sources as local files. Only one source is in use at a time: a call for another source releases it.
+    """Access to sources as local files, one source at a time: a call for another source releases the current source.
 
     Args:
         folder: Folder for copies with rewritten timestamps; required by the method `continuous`.
@@ -71,7 +71,7 @@ class StagedSources:
         self.release()
 
     def path_of(self, source: str) -> Path:
-        """Return the local path of a source. The local copy of a remote source is valid until the next call.
+        """Return the local path of a source. The copy of a remote source is valid until a call for another source.
 
         Args:
             source: Local path, or URL of an object.

@@ -1,9 +1,9 @@
 """Cards of the HTML page that `prep inspect --html` writes: frames, captions, source, scores and clip of each chunk.
 
-If all clips together take at most EMBEDDED_BYTES, they are embedded in the page, which is then a single file. Otherwise
-they are in `chunks.files/`, beside `chunks.html`. A clip is an exact copy of the chunk if browsers play the codec and
-all copies together take at most COPIED_BYTES. Otherwise it is a preview: a short H.264 video at a low resolution. No
-browser plays MJPEG in MP4, and only some browsers play HEVC.
+A clip is an exact copy of the chunk if browsers play the codec and all copies together take at most COPIED_BYTES.
+Otherwise it is a preview: a short H.264 video at a low resolution. No browser plays MJPEG in MP4, and only some
+browsers play HEVC. Copies that together take at most EMBEDDED_BYTES are embedded in the pages. All other clips are in
+`chunks.files/`, beside `chunks.html`.
 
 The file name of a clip contains the checksum of its chunk. Therefore clips are reused when a page is rewritten, and an
 open page never plays a different chunk. Clips are written before the pages that link to them; clips without a link are
@@ -44,7 +44,7 @@ from clipmill.shards.score_fields import SCORES
 _JPEG_QUANTISER = 5  # range: 2 (best) to 31
 _DECODERS = {"av1": "libdav1d"}  # libav's own av1 decoder requires hardware
 PREVIEW_S = 20.0  # maximum length of a preview
-EMBEDDED_BYTES = 8_000_000  # maximum total size of clips inside the page
+EMBEDDED_BYTES = 8_000_000  # maximum total size of copies that are embedded in the pages
 COPIED_BYTES = 256_000_000  # maximum total size of clips that are copies of chunks
 _BROWSER_CODECS = ("h264", "vp9", "av1")
 _OUTPUT_NAME = re.compile(r"[A-Za-z0-9_-]+-[0-9a-f]{8}(-preview)?\.mp4|page-\d+\.html|all\.html")
@@ -135,7 +135,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """Form of the clips on a page: previews or copies, embedded or in files; and the reason for this form, as text."""
+    """Form of all clips: previews or copies, embedded in pages or in files; and the reason for this form, as text."""
 
     is_preview: bool
     is_embedded: bool
@@ -143,11 +143,11 @@ class ClipPlan:
 
 
 def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
-    """Choose the form of the clips on a page.
+    """Choose the form of the clips on all pages.
 
     Args:
         codec: Name of the codec in libav.
-        total_bytes: Total size of the chunks on the page.
+        total_bytes: Total size of the chunks on all pages.
     """
     if codec not in _BROWSER_CODECS:
         reasons = {

@@ -111,7 +111,7 @@ def tiles(chunks: Chunks, variant: Variant) -> list[tuple[str, str]]:
         (f"{len(np.unique(chunks.video)):,}", "videos"),
         (f"{len(chunks):,}", "chunks"),
         (duration_text(seconds), "of video"),
-        (size_text(size_bytes), "of MP4 files"),
+        (size_text(size_bytes), "of encoded video"),
         (f"{short_number(size_bytes * 8e-3 / max(seconds, 1e-3))} kbit/s", "mean bit rate"),
         (f"{variant.num_shards:,}", "shard" if variant.num_shards == 1 else "shards"),
     ]

@@ -26,7 +26,7 @@ def words(advice: Advice) -> str:
 def test_reencoding_pays_when_the_saved_time_is_the_encoding_time() -> None:
     assert ADVICE.visits("balanced") == pytest.approx(7200 / (3_000 * (0.1 - 0.02)))
     assert "pays after 30 visits to each clip, with --recipe balanced and 0.5 times the bytes" in words(ADVICE)
-    assert "a visit to each clip is 3,000 clips, one for each caption" in words(ADVICE)
+    assert "one visit to each clip reads 3,000 clips, one for each caption" in words(ADVICE)
     assert "100 clips of 5 videos in 10.0 s of CPU time" in words(ADVICE)
     assert "cores for 20 clips/s" in words(replace(ADVICE, clips_per_s=20))
     line = next(line for line in words(replace(ADVICE, clips_per_s=20)).splitlines() if line.startswith("as they are"))
