@@ -68,7 +68,7 @@ class OpenSource:
     Attributes:
         size_bytes: Size of the source when it was opened.
         file: Content of the source.
-        libav_input: Argument for libav: the path of a local file, or a Python file object for a remote object.
+        libav_input: Argument for libav: the `file:` URL of a local file, or a Python file object for a remote object.
     """
 
     size_bytes: int
@@ -139,7 +139,7 @@ def fingerprint_of(source: OpenSource) -> str:
 
 
 def access_failure(error: OSError | ValueError) -> SourceFailure:
-    """Return the failure for an error from looking up or opening a source."""
+    """Return the failure for an error from looking up, opening or reading a source."""
     if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
         return SourceFailure(FailureCode.SOURCE_MISSING, "no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE
@@ -173,7 +173,7 @@ def current_fingerprint(location: "Location") -> str:
 
 @contextmanager
 def as_failure(code: FailureCode, what: str) -> Iterator[None]:
-    """Convert an error that libav raises inside the block into a SourceFailure.
+    """Convert an error from reading or decoding a video inside the block into a SourceFailure.
 
     Args:
         code: Code of the failure, unless the error has its own code.

@@ -36,7 +36,7 @@ from clipmill.prep.core.failures import FailureCode, SourceFailure
 from clipmill.prep.engines import CRASH_SIGNALS, MachineFault, Outcome, RefusedNode, die_with_parent, exit_reason
 from clipmill.prep.sources.access import SourceFacts
 
-SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
+SILENCE_LIMIT_S = 60.0  # longer than a file lease (`fcntl(2)`) may block an `open` (45 s by default)
 MEMORY_LIMIT_BYTES = 4 << 30  # limit of a reader's address space: enough for a 16k frame and its reference frames
 _HEARTBEAT, _HEARTBEAT_S = b"{}\n", 1.0
 _QUEUE_LENGTH = 4  # maximum number of sources queued at a reader, so that it never waits for its next source
@@ -134,7 +134,7 @@ class Reader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,  # read after the process has exited, because it writes nothing before that
-            process_group=0,  # the driver handles Ctrl-C
+            process_group=0,  # only the process that starts readers handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -235,7 +235,7 @@ def serve() -> None:
         output.write(json.dumps(values).encode() + b"\n")
 
 
-MAX_SOURCES = 64  # maximum number of sources per task; each task costs the driver a few milliseconds
+MAX_SOURCES = 64  # maximum number of sources per task; starting a task takes a few milliseconds
 MAX_BYTES = 1 << 30  # maximum size of a task with several sources; reading this much takes seconds
 # Readers wait for disks and buckets most of the time. Four readers fit in the memory that a worker of `video` reserves.
 _READERS_PER_WORKER = 4

@@ -110,7 +110,7 @@ class KeepRules:
     Attributes:
         readers: Readers of the data folder. Variants with readers are kept.
         names: Names of variants to keep.
-        min_age_s: Minimum time in seconds since the last change of a variant to remove; 0 for no limit.
+        min_age_s: Minimum age of a variant to remove, in seconds since its last change; 0 for no limit.
     """
 
     readers: Readers

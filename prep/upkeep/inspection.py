@@ -163,7 +163,7 @@ def find_sample(variant: Variant, name: str, *, column: ColumnSpec, data_dir: Pa
         hint = f"matching keys: {', '.join(keys[:_NUM_NEAREST])}{suffix}"
     else:
         hint = _nearest_keys(shards, name)
-    raise UserError(f'no {column.sample} "{name}" in variant {variant.directory.name}', hint=hint)
+    raise UserError(f'variant {variant.directory.name} has no {column.sample} with the key "{name}"', hint=hint)
 
 
 def _nearest_keys(shards: list[CommittedShard], key: str) -> str:

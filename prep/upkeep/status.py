@@ -430,7 +430,7 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """Return the command for a column with the settings of the current variant; of the first if none is current."""
+    """Return a column's command with the settings of the current variant or, if none is current, of the first one."""
     spec = column_named(column.column)
     variant = column.current_status or next(iter(column.variants), None)
     if column.current_status is None and (deleted_variant := current_variant(data_dir, column.column)) is not None:

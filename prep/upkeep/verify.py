@@ -87,7 +87,7 @@ class VerifyResult:
         num_bytes: Total size of the tars and indexes in bytes.
         num_deep: Number of decoded frames or checked array rows.
         findings: Differences from the committed bytes, ordered by shard ID.
-        unseen: IDs of damaged shards that could not be marked, so that the next run will not notice their damage.
+        unseen: IDs of damaged shards that could not be marked. The next run will not notice their damage.
         deep_findings: Problems of samples whose bytes match the commit.
         inaccessible: Shards that currently cannot be read from the bucket. They may or may not be damaged.
     """

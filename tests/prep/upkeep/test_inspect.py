@@ -63,7 +63,7 @@ def test_a_file_name_or_the_beginning_of_a_key_is_enough_if_it_is_unique(prep: P
 def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) -> None:
     for key in ("long_000003000", "long"):
         ran = prep("inspect", key, "--data", shard_set.data, status=2)
-        assert f'no chunk "{key}"' in ran.error
+        assert f'no chunk with the key "{key}"' in ran.error
         assert "long_000000000, long_000002000, long_000004000" in ran.stderr
     ran = prep("inspect", "nobody_000000000", "--data", shard_set.data, status=2)
     assert "use a key such as long_000000000" in ran.stderr
