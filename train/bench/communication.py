@@ -166,7 +166,8 @@ def run_breakdown(
         seconds: Approximate duration of each measurement in seconds.
 
     Raises:
-        UserError: The data cannot be measured (see `open_bench`), or --parallel.stages is above 1.
+        UserError: The data cannot be measured (see `open_bench`), --parallel.stages is above 1, or the exchange of the
+            objective cannot be replaced.
         FailedWork: More samples than `settings.max_failures` could not be loaded.
     """
     if settings.parallel.stages > 1:

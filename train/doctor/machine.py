@@ -294,7 +294,7 @@ class Accelerator:
         unusable_gpu: Reason why torch cannot use a GPU of this machine (`why_no_gpu`); None if there is no such GPU.
         xformers: Version of xformers, "not installed" or "not loaded".
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
-        attention: Name of the backend that `--attention auto` uses on the first GPU; unknown if no trials were run.
+        attention: Name of the backend that `--attention auto` uses on the first GPU; "sdpa" if no trials were run.
         has_triton: True if triton is installed. torch.compile needs triton to generate GPU kernels.
         environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty if no trials were run.
     """

@@ -320,14 +320,14 @@ def describe_clip(
     """
     frames = f"T = {count_noun(settings.num_frames, 'frame')}"
     if isinstance(settings, LatentSettings) and settings.reads_latents:
-        position = "consecutive, in the middle" if is_consecutive else "one in the middle of each of equal parts"
+        position = "consecutive, in the middle" if is_consecutive else "one in the middle of each equal part"
         return f"{frames} of latents from a {samples.reader.segment_s:g}s segment, {position}"
     crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
     # A single temporal view is in the middle of the span. Several views are spread over the span.
     is_centred = views.num_clips == 1
     middle = "the middle of " if is_centred else ""
     sampling = {
-        "uniform": f"one in {middle}each of equal parts",
+        "uniform": f"one in {middle}each equal part",
         "stride": f"every {count_noun(settings.stride, 'frame')}{', in the middle' if is_centred else ''}",
         "lavila": f"one in {middle}each of LaViLa's parts",
     }[settings.sampling]

@@ -389,7 +389,10 @@ def choose_preset(task: str, *, gpu_bytes: Sequence[int]) -> Choice:
 
 
 def first_batch(preset: int, *, num_samples: int, on_gpu: bool) -> int:
-    """Return the batch size to try first: a power of two, up to the preset's batch size and half of the samples."""
+    """Return the batch size to try first: a power of two, up to the preset's batch size and half of the samples.
+
+    On a GPU, the batch size is at most `_MAX_FIRST_BATCH`.
+    """
     limit = min(preset, max(2, num_samples // 2), _MAX_FIRST_BATCH if on_gpu else preset)
     return 1 << (limit.bit_length() - 1)
 
@@ -404,7 +407,9 @@ class Length:
 
 
 def choose_length(num_samples: int, *, batch: int, step_s: float, other_s: float, minutes: float) -> Length:
-    """Return the number of steps for `EPOCHS` epochs, but at least `_MIN_STEPS`; fewer if the time limit requires it.
+    """Return the number of steps for `EPOCHS` epochs, but at least `_MIN_STEPS`.
+
+    If the time limit requires it, the number is smaller, but never below `_FEWEST_STEPS`.
 
     Args:
         num_samples: Number of samples per epoch.

@@ -61,7 +61,7 @@ class Measurements:
         start_s: Time from the start of the command to the end of the first step, in seconds.
         steps: Times and memory of the steps.
         checkpoint_bytes: Size of model, optimizer and objective, in bytes.
-        checkpoint_s: Time for writing a checkpoint, in seconds; 0 if the disk is full.
+        checkpoint_s: Time for writing a checkpoint, in seconds; 0 if the disk has too little free space for one.
         num_halved: Number of larger batch sizes that did not fit.
     """
 
@@ -110,7 +110,7 @@ def measure(
             torch.cuda.empty_cache()
         if batch // 2 < settings.min_batch:
             raise UserError(
-                f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {device.type}",
+                f"out of memory: not even a batch of {count_noun(batch, 'clip')} fits on the {_processor(device)}",
                 hint="use --preset tiny, or --device cpu",
             )
         say(f"{batch} clips do not fit into memory; trying {batch // 2}")
@@ -131,7 +131,9 @@ def measure(
 def _steps(opened: OpenedTask, *, seconds: float) -> tuple[StepTimes, int, float] | None:
     """Take steps and write a checkpoint. Return their measurements, or None if the batch does not fit into memory."""
     try:
-        with Activity(f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {opened.device.type}"):
+        with Activity(
+            f"trying steps of {count_noun(opened.settings.batch, 'clip')} on the {_processor(opened.device)}"
+        ):
             steps = Steps(opened)
             step_times = take_steps(steps, opened, seconds=seconds)
         with Activity("trying a checkpoint"):
@@ -176,6 +178,10 @@ def _checkpoint_s(steps: Steps, opened: OpenedTask) -> float:
         writer.save(state.tensors(), facts)
         writer.wait()
         return time.perf_counter() - began_s
+
+
+def _processor(device: torch.device) -> str:
+    return "GPU" if device.type == "cuda" else "CPU"
 
 
 def existing_folder(path: Path) -> Path:
@@ -329,7 +335,7 @@ def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) 
     """Choose the task, the preset, the splits and the run folder.
 
     Raises:
-        UserError: The data contradict the request.
+        UserError: The data do not fit the request, or the preset or run folder in the request cannot be used.
         FailedWork: A problem of this machine would stop training.
     """
     if problems := [finding for finding in judge(machine) if finding.level == "broken"]:

@@ -45,7 +45,7 @@ class SeedGroup:
         return [mean_text([cells[run][column] for run in self.runs]) for column in range(len(cells[self.runs[0]]))]
 
     def training_means(self, cards: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Return the mean and deviation of the last loss and of samples per second; None if a run has no steps."""
+        """Return mean and standard deviation of the last loss and of samples per second; None if a run has no steps."""
         summaries = [cards[run]["summary"] for run in self.runs]
         if any("last_loss" not in summary for summary in summaries):
             return None

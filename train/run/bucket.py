@@ -5,7 +5,7 @@ with `clipmill.manifests.storage.mounting`). All other code therefore works with
 bucket:
 
 - Rank 0 holds the lock of the run, which is a lease. The other ranks write only while rank 0 holds the lock
-  (`share_lock`). A node that comes back after the lease has expired can therefore not change anything.
+  (`share_lock`). Therefore a node that comes back after the lease has expired cannot change anything.
 - Small files are uploaded as soon as they are published. Files that grow line by line are uploaded twice a minute,
   before a checkpoint becomes complete, and at the end (`upload_periodically`).
 - Each rank uploads its part of a checkpoint under a name that is unique to this process. Rank 0 uploads checkpoint.json

@@ -50,7 +50,7 @@ class CheckpointMetadata:
         step: Number of completed steps.
         loader: Position of each rank in the data.
         settings: Settings that affect the weights, keyed by flag.
-        precision: State of clipmill.train.device.precision.Precision.
+        precision: Loss scale and counters (clipmill.train.device.precision.Precision.state_dict).
         numbers: Metrics of the evaluation at this step, keyed by name; {} if there was no evaluation.
         base: Identity of the frozen weights that the checkpoint omits (clipmill.train.weights.sources); {} if the
             checkpoint contains all weights.

@@ -1,7 +1,7 @@
 """Environment of a run: machine, versions, and the packages other than clipmill that provide parts of the run.
 
 The results page and `train doctor` show the machine and the versions. run.json lists the packages that a resumed run
-needs.
+needs, for example for a loss.
 """
 
 import os

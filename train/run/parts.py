@@ -49,7 +49,7 @@ P = TypeVar("P", bound=PartFile)
 
 
 def begin_parts(parts: Path, plan: Mapping[str, Any], *, require_same: Callable[[Mapping[str, Any]], None]) -> None:
-    """Publish the plan of new work, or prepare to continue interrupted work. The caller must hold the lock.
+    """Publish the plan of new work, or prepare to continue interrupted work. The caller must hold the folder's lock.
 
     Args:
         parts: Folder of the plan.

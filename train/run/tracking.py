@@ -194,7 +194,7 @@ class JsonLines:
 def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progress, step: int) -> Trackers:
     """Open the trackers that the settings select, for the steps after `step`. Only rank 0 calls this function.
 
-    A resumed run continues its event files and its W&B run, and logs each step once.
+    A resumed run continues its TensorBoard charts and its W&B run. Each step is logged once.
     """
     # W&B cannot remove steps. The W&B tracker must read the last step before JsonLines shortens metrics.jsonl.
     trackers: list[Tracker] = []

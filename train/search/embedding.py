@@ -396,7 +396,7 @@ def _embed_parts(
 def _embed_clips(
     work: EmbeddingWork, part: EmbeddingPart, outcomes: Iterator[Sample | FailedSample], ring: BatchRing, *, out: Path
 ) -> int:
-    """Embed the clips of a part and publish it; return the number of clips that could not be read or decoded."""
+    """Embed and publish the clips of a part; return the number of clips that could not be read or decoded."""
     rows, samples, failures = [], [], []
     for begin in range(part.begin, part.end, work.batch):
         loaded = list(islice(outcomes, min(work.batch, part.end - begin)))
