@@ -115,7 +115,10 @@ def chunk_table_problem(variant: Variant) -> str | None:
 
 
 def has_chunk_table(column: str) -> bool:
-    """Return True if a column has merged tables of the kind that this module defines."""
+    """Return True if this module writes the merged table of a column.
+
+    The result is False for `scores`, and for a plug-in column without declared fields (COLUMN_FIELDS).
+    """
     return bool(COLUMNS[column].members) if column in COLUMNS else column in COLUMN_FIELDS
 
 
@@ -348,8 +351,8 @@ class Moments:
     """Order-preserving mapping from moments to integers, defined for all moments.
 
     Attributes:
-        num_rows: Number of rows up to the last row among the moments that the mapping was built from.
-        low, high: Earliest and latest time of these moments, in the unit of the times.
+        num_rows: Largest row of the moments that the mapping was built from, plus 1.
+        low, high: Earliest and latest time of these moments, in the unit of the caller's times.
     """
 
     num_rows: int

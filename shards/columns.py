@@ -24,8 +24,8 @@ class StoredColumn:
     Attributes:
         command: Command of `prep` that makes the column.
         required_flags: Flags that the command requires, with placeholders for their values.
-        members: Possible extensions of the member whose location is in the merged table; () for a column without a
-            merged table of this kind.
+        members: Possible extensions of the member whose location is in the merged table; () for `scores`, whose
+            merged table contains no locations.
         merged_fields: Index fields that the merged table contains in addition to `video_id`.
     """
 

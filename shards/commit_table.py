@@ -58,7 +58,7 @@ from clipmill.shards.opening import DamagedCommit, DamagedContents, open_regular
 
 @dataclass(frozen=True)
 class Contents:
-    """The state of a variant at the end of its last completed run.
+    """The committed shards and file checksums that contents.json records.
 
     Attributes:
         shard_ids: IDs of the committed shards.
@@ -125,7 +125,7 @@ def file_sha256(content: bytes) -> str:
 
 _FORMAT_KEY = b"clipmill_format"  # metadata of the schema
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
-_MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists it"
+_MISSING = f"the commit record is missing, although {CONTENTS_FILE} lists the shard"
 _FILE_FIELDS = tuple(file_field.name for file_field in fields(ShardFiles))
 # Dates of folders are even numbers of seconds, because some file systems and archives store times in steps of 2 s.
 _FIRST_DATE_S = 1_000_000_000
@@ -292,7 +292,7 @@ class CommitRecords:
         return known_seconds
 
     def to_table(self, *, shard_seconds: Mapping[int, float]) -> pa.Table:
-        """Return these commits as a table with schema SCHEMA and one chunk per column.
+        """Return these commits as a table with schema SCHEMA and one Arrow chunk per column.
 
         Args:
             shard_seconds: Duration of each shard's video in seconds, by shard ID, if known.

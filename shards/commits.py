@@ -26,7 +26,7 @@ from clipmill.shards.opening import DamagedCommit
 class ShardFiles:
     """The files of a shard, as paths relative to the variant's folder.
 
-    The commit guarantees the content of the tar and of the Arrow index, but not of Energon's index.
+    The commit guarantees the content of the tar and of the Arrow index, but not of Megatron-Energon's index.
     """
 
     tar: str

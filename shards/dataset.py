@@ -1,4 +1,7 @@
-"""The variants of each column, and `dataset.json`, which records the current and the unfinished variant of each."""
+"""The variants of each column, and `dataset.json`, which records the current and the unfinished variant of a column.
+
+A variant is the set of shards that `prep` made for a column with certain settings.
+"""
 
 import re
 import shlex
@@ -173,7 +176,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str, *, keeps_unfi
     """Make `variant` the current variant of a column. Other columns are unchanged.
 
     Args:
-        keeps_unfinished: True if another variant stays recorded as unfinished.
+        keeps_unfinished: True to keep the record of another variant that is unfinished.
 
     Raises:
         UserError: dataset.json has a different version of the format, or is damaged and cannot be rebuilt because

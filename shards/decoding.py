@@ -50,8 +50,9 @@ class PacketDecoder:
             codec: Name of the codec in libav: h264, hevc, av1, vp9, mjpeg.
             packets: (presentation index, bytes) of packets in decode order. The first packet is a keyframe, and no
                 required reference packet is missing. RESTART separates runs that are decoded independently.
-            is_strict: True to raise errors that the decoder could conceal. A strict decoder also reports frames that
-                are missing, but never displayed, after a recovery point (`PacketTable.has_recovery_points`).
+            is_strict: True to raise errors that the decoder could conceal. After a recovery point
+                (`PacketTable.has_recovery_points`), a strict decoder also rejects packets because of missing frames
+                that it does not need.
 
         Raises:
             av.FFmpegError: The decoder rejects a packet.
@@ -173,7 +174,7 @@ def read_packets(
 def read_source_packets(
     file: PacketBytes, source: SourceFrames, table: PacketTable, frames: Collection[int], *, is_closed: bool
 ) -> list[tuple[int, memoryview]]:
-    """Read the packets that `frames` need from a source file, and verify them, for `PacketDecoder.decode`.
+    """Read and verify the packets of a source file that `PacketDecoder.decode` needs to decode `frames`.
 
     Args:
         is_closed: Value of `table.has_closed_gops`.

@@ -43,11 +43,11 @@ class ReadSpeed:
 def measure_reads(
     reads: Sequence[Read], *, num_threads: int = 1, seconds: float = _READS_LIMIT_S, repeats: bool = False
 ) -> ReadSpeed:
-    """Call `reads` in order for a limited time, and measure their speed. At least one read is called.
+    """Call `reads` in order, and measure their speed. At least one read is called.
 
     Args:
         num_threads: Number of threads that call the reads.
-        seconds: Time after which no further read begins, in seconds.
+        seconds: Time after which no further read begins, in seconds. The measurement also ends after 4 GiB.
         repeats: True to start over with the first read after the last read.
 
     Raises:

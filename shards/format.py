@@ -4,7 +4,7 @@
     <data>/<column>/<variant>/recipe.json                  the settings that produced the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
-    <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
+    <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  the index: Arrow IPC file, one row per sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit record, without which the shard does not exist
     <data>/<column>/<variant>/012/012345-1f2e3d4c.tar ...  files of shard 12345, whose commit is commits/012/012345.json
     <data>/<column>/<variant>/commits.arrow        table of all commits, derived from their records
@@ -45,9 +45,9 @@ set, readers need only these parts, commits.arrow, contents.json, recipe.json an
 only to decode clips of `video`, because the indexes contain the packet tables. The column `scores` has a single
 chunks.arrow, ordered by video (as in the manifest) and start. The columns of a merged table are:
 - in all tables: `video_id` (dictionary-encoded);
-- all except `scores`: `shard` (i32, the shard ID), `row` (i32, in the shard's index), and `offset`, `size` (u64) and
-  `crc32` (u32) of one member's payload in its tar. The entry `member` of the schema's metadata is the extension of that
-  member (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
+- all except `scores`: `shard` (i32, the shard ID), `row` (i32, the row in the shard's index), and `offset`, `size`
+  (u64) and `crc32` (u32) of one member's payload in its tar. The entry `member` of the schema's metadata is the
+  extension of that member (`mp4`, `latents.npy` or `latents.npy.zst`, `text.npy`, `caption.json`);
 - `video`, `latents`: `start_ms`, `num_frames`, `fps_num`, `fps_den`, `width`, `height`;
 - `latents`: `channels`, `dtype` (dictionary-encoded). `size` minus the size of the array is the size of the npy header;
 - `text`: `num_rows`, `width`, and the lists `row_tokens`, `caption_id` and `caption_row`;

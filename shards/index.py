@@ -65,7 +65,7 @@ class IndexBuilder:
             self._convert()
 
     def table(self) -> pa.Table:
-        """Return all rows, with one chunk per column."""
+        """Return all rows, with one Arrow chunk per column."""
         self._convert()
         return pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
 
@@ -84,7 +84,7 @@ def index_bytes(table: pa.Table) -> bytes:
 
 
 def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Map an index into memory. The columns of the table are zero-copy views of the file, with one chunk each.
+    """Map an index into memory. The columns of the table are zero-copy views of the file, in one Arrow chunk each.
 
     Args:
         columns: Columns to open; None for all. Other columns are neither validated nor read from disk. Columns of

@@ -77,7 +77,7 @@ def finish_run(variant_dir: Path, *, dropped_ids: Collection[int], planned_ids: 
     commit is deleted, and a shard list is valid if it matches either its recorded checksum or the commits.
 
     Args:
-        dropped_ids: IDs of the shards whose commits to remove. Damaged records of unplanned shards are removed too.
+        dropped_ids: IDs of the shards whose commits are removed. Damaged records of unplanned shards are removed too.
         planned_ids: IDs of the planned shards. If the record of a planned shard is damaged or missing, the shard stays
             in contents.json, so that it is reported until it has been rebuilt.
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from clipmill.manifests.storage.objects import Objects
 
 READERS_FOLDER = ".readers"
-TOKEN_FACT = "mark"  # key in run.json of the token that links the mark of a run to the folder of the run
+TOKEN_FACT = "mark"  # key of a random token in run.json; the mark of the run contains the same token
 RENEWAL_S, EXPIRY_S, RUN_EXPIRY_S = 300.0, 1800.0, 30 * 86_400.0
 _LOCK = ".lock"
 _MARK = re.compile(r"[0-9a-f]{16}\.lock")
@@ -188,7 +188,7 @@ def _marks_of(data_dir: Path) -> Marks:
 
 
 class _User:
-    """Token that represents a user of a mark. The mark is needed as long as the token exists."""
+    """A user of a mark. The mark is needed as long as this object exists."""
 
 
 class _Mark:
@@ -233,7 +233,7 @@ def leave_mark(directory: Path) -> object | None:
         directory: Folder of the variant.
 
     Returns:
-        Token that the caller must keep while the variant is in use; None if no mark was left.
+        Object that the caller must keep while the variant is in use; None if no mark was left.
     """
     global _renewal
     if not _folders or (marks := _folders.get(directory.parent.parent.resolve())) is None:
@@ -340,7 +340,7 @@ def mark_run(facts: Path, token: str, variants: Mapping[Path, Mapping[str, str]]
     """Mark the variants of a run. The marks are removed only if the block ends without an error.
 
     Args:
-        facts: Path of run.json.
+        facts: Path of run.json in the folder of the run.
         token: Value of the key `TOKEN_FACT` in run.json.
         variants: Names of the variants by data folder and column.
     """

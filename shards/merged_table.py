@@ -2,7 +2,7 @@
 
 Readers map the file into memory. The file has a single batch, so that each column is one array, and all processes on a
 machine share its pages. The schema's metadata contains a digest of the commits that the table was built from, so that
-readers recognise a stale table. Readers verify the columns that they use: each column's metadata contains the CRC-32 of
+readers recognize a stale table. Readers verify the columns that they use: each column's metadata contains the CRC-32 of
 its values, and the schema's metadata contains the CRC-32 of the schema, which covers names, types and these checksums.
 A missing, stale or damaged table is rebuilt from the indexes, so no data are lost.
 
@@ -47,7 +47,7 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
     """Publish a merged table.
 
     Args:
-        table: Rows of the table. Each column must have one chunk.
+        table: Rows of the table. Each column must have one Arrow chunk.
         commits: Commits of the shards that the rows come from.
         metadata: Additional metadata of the schema.
     """
@@ -60,7 +60,9 @@ def write_merged_table(path: Path, table: pa.Table, *, commits: TableCommits, me
 
 
 def open_merged_table(path: Path) -> pa.Table:
-    """Map a merged table and verify its schema. The columns are zero-copy views of the file, with one chunk each.
+    """Map a merged table and verify its schema.
+
+    The columns are zero-copy views of the file. A table with rows has one Arrow chunk per column.
 
     Raises:
         FileNotFoundError: The table does not exist.
@@ -161,7 +163,7 @@ def _schema_crc32(schema: pa.Schema) -> bytes:
 
 
 def _crc32(column: pa.ChunkedArray) -> bytes:
-    """Return the CRC-32 (hex) of a column with one chunk, including its dictionary, computed block by block."""
+    """Return the CRC-32 (hex) of a column, including its dictionary, computed block by block."""
     crc = 0
     for chunk in column.chunks:
         for part in [chunk.indices, chunk.dictionary] if pa.types.is_dictionary(chunk.type) else [chunk]:

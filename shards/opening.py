@@ -92,7 +92,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         OSError: The file cannot be opened, or is a pipe, a device or a folder.
-        TimeoutError: `open` did not return in time, or is still blocked in an earlier call.
+        TimeoutError: `open` did not return in time, or earlier calls for the path or its folder are still blocked.
     """
     if (mirror := mirror_of(path)) is not None and (descriptor := mirror.open(path)) is not None:
         return descriptor

@@ -27,7 +27,7 @@ class PacketTable:
     """The packets of one chunk in decode order; each array has one entry per packet.
 
     Attributes:
-        offset, size: Byte range of the packet in the mp4 payload.
+        offset, size: Byte range of the packet in the mp4 payload, or in a source file, after `SourceFrames.offset`.
         frame: Presentation index of the frame in the packet.
         flags: Bits PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY (clipmill.shards.format).
         crc32: CRC-32 of the packet's bytes.
@@ -46,14 +46,17 @@ class PacketTable:
 
     @property
     def has_closed_gops(self) -> bool:
-        """True if all GOPs are closed: no frame that follows a keyframe in decode order is displayed before it."""
+        """True if the first packet is a keyframe, and all GOPs are closed.
+
+        A GOP is closed if none of its frames is displayed before its keyframe.
+        """
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
 
     @property
     def has_recovery_points(self) -> bool:
-        """True if decoding may start at a recovery point, where the decoder lacks frames that it does not need."""
+        """True if a keyframe is not an IDR picture. A decoder that starts there lacks frames that it does not need."""
         return bool((self.flags & PACKET_RECOVERY).any())
 
     def packets_for(self, frames: Iterable[int]) -> list[int]:
@@ -188,7 +191,7 @@ class PacketTables:
         has_sources = _SOURCE_COLUMNS[0] in index.column_names
         self._sources: pa.Table | None = index.select(_SOURCE_COLUMNS) if has_sources else None
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
-        # There are only one or two streams, because one recipe encodes all chunks of a variant.
+        # A stream is a codec and its extradata. `prep chunk` makes only one or two, because a variant has one recipe.
         self._streams = _share_streams(tuple(dict.fromkeys(streams)))
         indices = {stream: index for index, stream in enumerate(self._streams)}
         row_bytes = bytes(indices[stream] for stream in streams) if len(indices) < 256 else None

@@ -11,10 +11,10 @@ Two chunks look alike if their 64-bit perceptual hashes differ in at most 4 bits
 six bands of 10 or 11 bits (pigeonhole principle). For each of the 15 pairs of bands, the hashes are sorted by these two
 bands, and only hashes that agree in both bands are compared.
 
-An image without content, such as a black frame, a single color or a gradient, is never considered a look-alike
+An image without content, such as a black frame, a single colour or a gradient, is never considered a look-alike
 (`is_comparable`). ImageHash's phash compares 64 frequencies with their median, so about half of the bits are set in the
 hash of an image with content. Without content, nearly all frequencies are zero, so almost no bits are set (none for
-black, one for any other color). Hashes with fewer than 24 or more than 40 set bits are omitted. Chunks of the same
+black, one for any other colour). Hashes with fewer than 24 or more than 40 set bits are omitted. Chunks of the same
 video are not compared, because chunks of a static shot look alike, but have different captions.
 
 Leakage means that chunks in different splits look alike. It is computed from this table and the splits in the manifest.

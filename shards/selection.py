@@ -1,8 +1,8 @@
 """Select the chunks and captions of a data folder with a `--where` expression.
 
 Labels are the columns `label_NAME` of the captions in the manifest. They are compared as strings. If the expression
-compares a label with numbers or conditions, the values of the label are converted first. A label is valid for the time
-span of its caption.
+compares a label with numbers or conditions (true or false), the values of the label are converted first. A label is
+valid for the time span of its caption.
 
 A caption with labels is selected by its own labels. A caption without labels is selected by the labels of the labelled
 captions that cover its time span, because the manifest stores labels only once for captions with the same times and

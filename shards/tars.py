@@ -55,7 +55,7 @@ class TarBytes(Protocol):
 
 @dataclass(eq=False)
 class _OpenTar:
-    """An open tar. Its descriptor is closed with the last reference to this object, so eviction does not harm users."""
+    """An open tar. Its descriptor is closed with the last reference to this object, so a tar in use may be evicted."""
 
     descriptor: int
 

@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """Expected state of a committed file, and the codes of its possible problems."""
+    """Expected size and checksum of a committed file, and the codes of its possible problems."""
 
     name: str
     size_bytes: int
@@ -327,11 +327,11 @@ def _is_unchanged(commit: Commit, *, files: States, records: States, written_ns:
 
 
 def _states(folder: Path) -> States:
-    """Return the states of the files in a folder. Files that cannot be looked up are omitted."""
+    """Return the size and modification time of each file in a folder. Files that cannot be looked up are omitted."""
     states: States = {}
     try:
         with os.scandir(folder) as entries:
-            # File systems store file states in inode order, but list the entries in a different order.
+            # File systems store these values in inode order, but list the files in a different order.
             for entry in sorted(entries, key=os.DirEntry.inode):
                 try:
                     state = entry.stat()

@@ -267,7 +267,7 @@ class _Parser:
         return {id(node): _KINDS.get(name, "number") for node, name in zip(nodes, types, strict=True)}
 
     def _set_precision(self, node: _Node) -> None:
-        """Change a node: arithmetic uses float64, and a comparison with a literal uses the precision of the column."""
+        """Change a node, so that arithmetic uses float64, and comparisons use the precision of the column."""
         if node["class"] == "CONSTANT" and node["literal"]["kind"] == "NUMERIC":
             text = node["literal"]["text"]
             if _EXPONENT_LITERAL.fullmatch(text) and len(digits := f"{Decimal(text):f}") <= _MAX_DIGITS:

@@ -220,7 +220,8 @@ def histogram(
         values: One or more values, float64 [values]. Unknown values must be removed first.
         bounds: Range of the values; None if there is no upper bound. Without bounds, the histogram begins at 0 and
             omits a long tail, so that a few large values do not squeeze all other values into one bin.
-        is_count: True if the values are integers. Each bin then contains the same number of integers.
+        is_count: True if the values are integers. Each bin then contains the same number of integers, and `bounds`
+            is ignored.
         is_kept: True for each value whose sample a selection keeps, bool [values]; None without a selection.
     """
     highest, num_bins = float(values.max()), MAX_BINS

@@ -37,7 +37,8 @@ def write_continuous(
 ) -> Timeline:
     """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the copy.
 
-    Nothing is re-encoded. The first audio stream keeps its offset to the video of the same part.
+    Nothing is re-encoded. If timestamps restart, the source has several parts, and the first audio stream keeps its
+    offset to the video of the same part.
 
     Args:
         keeps_audio: True to copy the first audio stream as well.

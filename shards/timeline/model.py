@@ -105,7 +105,7 @@ class Timeline:
     Attributes:
         track: Index of the video stream in the container.
         start: Timestamp of time 0 in seconds.
-        seek_start: Timestamp that libav treats as time 0 when it seeks; None if it is `start`.
+        seek_start: Timestamp in seconds that libav treats as time 0 when it seeks; None if it is `start`.
         end: End of the last frame in seconds from time 0.
         last: Start of the last frame in seconds from time 0.
         rate: Average frame rate in frames per second; 0 if unknown.
@@ -216,7 +216,7 @@ def open_container(file: "str | IO[bytes]", *, formats: str = DEMUXERS) -> "Inpu
 
     Args:
         file: URL of a local file (`file:PATH`), or a file object.
-        formats: Names of the allowed demuxers.
+        formats: Names of the allowed demuxers, separated by commas.
 
     Raises:
         av.FFmpegError, OSError: The file is not a supported video container, or cannot be read.

@@ -50,7 +50,9 @@ def require_complete(content: bytes, *, format_name: str) -> None:
 
 
 def find_missing_index(file: "IO[bytes]", *, size_bytes: int) -> str | None:
-    """Describe the problem if an MP4 file ends before its index, so that libav cannot open it; None for other files.
+    """Describe the truncation of an MP4 file that ends before its index; return None for other files.
+
+    libav cannot open such a file.
 
     Args:
         size_bytes: Size of the file.
