@@ -27,7 +27,8 @@ class PacketTable:
     """The packets of one chunk in decode order; each array has one entry per packet.
 
     Attributes:
-        offset, size: Byte range of the packet in the mp4 payload, or in a source file, after `SourceFrames.offset`.
+        offset, size: Byte range of the packet in the mp4 payload; for a packet in a source file, the offset is relative
+            to `SourceFrames.offset`.
         frame: Presentation index of the frame in the packet.
         flags: Bits PACKET_KEY, PACKET_REFERENCE and PACKET_RECOVERY (clipmill.shards.format).
         crc32: CRC-32 of the packet's bytes.

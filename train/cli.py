@@ -31,7 +31,7 @@ _MAX_SHOWN = 100
 
 
 def help_text(app: App, argv: Sequence[str]) -> str:
-    """Return the help of the command at the start of a command line's arguments."""
+    """Return the help text of the command that the arguments `argv` begin with."""
     return shared.help_text(app, argv, range_of=_range, tables_of=_presets)
 
 

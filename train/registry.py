@@ -24,7 +24,7 @@ TASKS = Parts(
     },
     reserved_names=(*COMMANDS, "bench", "doctor", "embed", "eval", "export", "overview", "quickstart", "search"),
 )
-DEFAULT = "dual-encoder"  # task of a run whose run.json does not contain a task
+DEFAULT = "dual-encoder"  # task of `train bench`, and of a run whose run.json does not contain a task
 
 
 def task_names() -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def find_task(name: str) -> TaskSpec:
 
 
 def tasks_where(condition: Callable[[TaskSpec], bool] = lambda spec: True) -> Tasks:
-    """Return functions that load the tasks that meet a condition (default: all tasks), keyed by task name."""
+    """Return the import functions of the tasks that meet a condition (default: all tasks), keyed by task name."""
     return {task.name: partial(find_task, task.name) for task in tasks() if condition(task)}
 
 

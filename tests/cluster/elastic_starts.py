@@ -74,7 +74,7 @@ def other_torch(case: Case) -> str:
 def flag_of_one_node(case: Case) -> str:
     launches = case.launch(0, max_restarts=0), case.launch(1, "--seed", 7, max_restarts=0)
     assert [launch.end() for launch in launches] == [1, 1]
-    expected = "the ranks were not started alike: --seed is 0 on rank 0 and 7 on rank 1"
+    expected = "the ranks were started differently: --seed is 0 on rank 0 and 7 on rank 1"
     assert all(expected in launch.output for launch in launches)
     return "refused by both"
 
@@ -114,7 +114,8 @@ def _other_version(case: Case, name: str, version: str) -> str:
     assert [launch.end() for launch in launches] == [1, 1]
     for launch in launches:
         assert (
-            f"the ranks were not started alike: {name} is " in launch.output and f"{version} on rank 1" in launch.output
+            f"the ranks were started differently: {name} is " in launch.output
+            and f"{version} on rank 1" in launch.output
         )
     assert not case.out.exists()
     return "refused by both"

@@ -125,7 +125,7 @@ def _create_and_lock(settings: ClipSettings, *, stack: ExitStack, world: World, 
     if not is_remote:
         require_shared(settings.out, world=world)
     world.first(create)
-    if is_remote:  # the ranks share only the lock
+    if is_remote:  # in a bucket, the check looks for the lock, which rank 0 now holds
         require_shared(settings.out, world=world)
     return RunFolder(settings.out)
 

@@ -95,12 +95,12 @@ class Precision:
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for checkpoints. This method synchronises with the device."""
+        """Return the loss scale and the two counts, for checkpoints. This method synchronises with the device."""
         scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
         return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore the loss scale and the two counts from the output of `state_dict`."""
         self.loss_scale = float(state["loss_scale"])
         self.num_skipped, self.num_good = int(state["num_skipped"]), int(state["num_good"])
 

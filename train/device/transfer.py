@@ -7,7 +7,8 @@ The host launches the next step before it reads the metrics of the current step:
 
 Therefore the device always has work. The host waits once per step, for the end of the previous step. Metrics are
 stacked and copied to pinned memory as part of the step, so the host has to wait for only one event to read them. The
-host reads metrics immediately if something depends on them (a checkpoint, evaluation or stop request, or the end).
+host reads metrics immediately if something depends on them (a checkpoint, an evaluation, a stop request, or the end of
+the run).
 
 When the host reads a non-finite metric, it has already launched the next step. `StepGuard` prevents both steps from
 changing the weights.

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from clipmill.manifests.errors import EXIT_FAILED_WORK
 from clipmill.train.distributed.world import World
 
-BEAT_S = 5.0
-SILENT_S = 40.0
+BEAT_S = 5.0  # interval between the heartbeats of a rank
+SILENT_S = 40.0  # a rank without a heartbeat for this time counts as lost
 _TICK_S = 1.0
 # A rank that fails also breaks connections, so its peers have this much time to raise their own errors.
 _GRACE_S = 10.0
@@ -128,7 +128,7 @@ class _RunningClock:
 
 
 class Watch:
-    """Last known state of the other ranks. Times are arguments, so that tests can choose them."""
+    """Last messages of the other ranks, and their times. Times are arguments, so that tests can choose them."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -205,7 +205,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
         if world.is_first:
             with suppress(RuntimeError):
                 store.wait([f"left-{rank}" for rank in range(world.size)], _LEAVE_TIMEOUT)
-        raise UserError(f"the ranks were not started alike: {differences}", hint=hint)
+        raise UserError(f"the ranks were started differently: {differences}", hint=hint)
 
 
 def difference(ranks: Sequence[Start]) -> str | None:

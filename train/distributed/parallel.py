@@ -125,7 +125,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
 
 
 def exchange_buffers(model: nn.Module, world: World) -> None:
-    """Copy the changed buffers of rank 0 to all ranks, so that every rank has the buffers of the checkpoint.
+    """Copy `changing_buffers` of rank 0 to all ranks, so that every rank has the buffers of the checkpoint.
 
     As with DDP, a batch norm normalises with the statistics of the rank's microbatch. All ranks take the running
     statistics of rank 0, for two reasons: copies are exact and can be repeated, so that neither an evaluation nor a

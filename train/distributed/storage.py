@@ -36,6 +36,7 @@ from clipmill.train.distributed.world import World
 # torch warns if there is no process group, but a single process does not need one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
+# Tensor name -> dtype, size and `pieces`: parts of the tensor (offsets, sizes) and their locations (file, begin).
 Table = dict[str, Any]
 
 
@@ -56,7 +57,7 @@ class Storage:
         """Write this rank's parts of `tensors` into a file. Only one rank writes a replicated tensor.
 
         Returns:
-            Table of all pieces and their files, the same on all ranks.
+            Table of the tensors and their locations, the same on all ranks.
 
         Raises:
             OSError: This rank could not write its parts.

@@ -243,7 +243,7 @@ def seed_of(*numbers: int) -> int:
     """Combine integers into a seed."""
     state = 0
     for number in numbers:
-        # SplitMix64's finalizer (Steele, Lea, Flood 2014).
+        # SplitMix64's finaliser (Steele, Lea, Flood 2014).
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

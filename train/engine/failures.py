@@ -1,7 +1,7 @@
 """Count the samples that failed to load, over all ranks, list them in failures.jsonl, and enforce --max-failures.
 
-clipmill.train.data.outcomes describes the life cycle of a failed sample. The exchange of the failures
-also tells every rank whether any rank must stop, so that either all ranks take a step or none does.
+clipmill.train.data.outcomes describes the life cycle of a failed sample. The exchange of the failures also tells every
+rank whether any rank must stop, so that either all ranks take a step or none does.
 """
 
 import sys
@@ -135,7 +135,9 @@ _RESERVED_FRACTION = 0.1
 
 @contextmanager
 def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error within the block into a UserError that proposes a batch size that probably fits.
+    """Turn an out-of-memory error within the block into a UserError.
+
+    On a GPU, the hint of the error proposes a batch size that probably fits.
 
     Raises:
         UserError: torch raised OutOfMemoryError, or its CPU allocator raised a RuntimeError.

@@ -73,7 +73,8 @@ def train(
         FailedWork: The loss or the weights are not finite, all gradients are zero, too many samples failed, or a
             checkpoint could not be written.
         Stopped: SIGTERM was received; the state has been saved.
-        UserError: The checkpoint does not fit the run, a batch is larger than the training set, or memory ran out.
+        UserError: The checkpoint does not fit the run, a batch is larger than the training set, `settings.best` is not
+            a metric of the evaluation, or memory ran out.
     """
     check_batch(settings, samples)
     # The loop counts in steps. Checkpoints store the settings as the user specified them, possibly in epochs.

@@ -257,7 +257,7 @@ def require_finite(name: str, value: float, batch: BatchIds, *, step: Step, worl
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
-    """Check that the tensors of a state are finite. All ranks must call this function before they save a checkpoint.
+    """Check that the training state is finite. All ranks must call this function before they save a checkpoint.
 
     Raises:
         FailedWork: A tensor contains NaN or infinity. The error is raised on all ranks.

@@ -209,7 +209,7 @@ class State:
 def new_state(
     task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
 ) -> State:
-    """Return the state of a run before the first step. The initial weights depend only on the seed."""
+    """Return the state of a run before the first step. Random initial weights depend only on the seed."""
     torch.manual_seed(settings.seed)
     # Build the complete model before taking a stage from it, so that weights do not depend on the stages.
     model = take_stage(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)

@@ -59,7 +59,7 @@ def test_ranks_that_were_not_started_alike_end_with_the_flag_and_both_values(col
         for status, error in ends:
             assert status == 2 and "Traceback" not in error
             assert all(part in error for part in parts), error
-            assert error.startswith("error: the ranks were not started alike: ")
+            assert error.startswith("error: the ranks were started differently: ")
             assert "\nhint: start every rank with the same command and flags" in error
     assert not out.exists()
 
