@@ -181,7 +181,7 @@ class ClipSettings(TrainingSettings):
     """Number of frames per clip."""
     sampling: Sampling = "uniform"
     """Frame sampling. uniform: one frame from each of --num-frames equal segments; stride: every --stride-th frame;
-    lavila: LaViLa's rule."""
+    lavila: like uniform, with segment boundaries rounded to frames as in LaViLa's code."""
     stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
     """Step of --sampling stride, in frames. Clips that are too short use a smaller step."""
     size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
@@ -195,7 +195,8 @@ class ClipSettings(TrainingSettings):
     """Length of a frame's short side, in pixels, after scaling and before a simple crop cuts out a square of
     --size-px. Default: 8/7 of --size-px (256 for 224)."""
     samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
-    """Number of consecutive samples drawn from the same chunk. The chunk is decoded once for all of them."""
+    """Number of consecutive samples drawn from the same chunk (stored part of a video), which is decoded once for all
+    of them."""
     augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
     """Augmentation in training."""
     model: Annotated[ModelName, groups.MODEL, FIRST_RUN] = "b16"
@@ -233,7 +234,7 @@ class ClipSettings(TrainingSettings):
         return self.init.weights is not None
 
     def rules(self) -> Iterator[UserError]:
-        """Yield errors for frames that do not fit the crop or the tubelets, invalid --views, and nothing to train."""
+        """Yield errors for an unsuitable crop, tubelet or --views, and for a model without trained parts."""
         yield from super().rules()
         if self.short_side_px is not None and self.short_side_px < self.size_px:
             yield UserError(

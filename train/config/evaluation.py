@@ -125,7 +125,7 @@ class EvaluationSettings(Checked):
         return tuple(data.values())
 
     def with_absolute_paths(self) -> Self:
-        """Return the settings with absolute paths to the data folders, so that any working directory can be used."""
+        """Return the settings with absolute paths to the data folders, which are valid in any working directory."""
         all_data = [data for data in self.evaluated_data() if data.shards is not None]
         return replace(self, shards=tuple(data.text(base=Path.cwd()) for data in all_data))
 

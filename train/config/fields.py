@@ -168,7 +168,7 @@ class NamedPart(NamedTuple):
 
 
 def named_parts(settings: Checked) -> Iterator[NamedPart]:
-    """Yield the references to parts in the settings and their groups. `parts` of a settings class lists these fields.
+    """Yield the references to parts in the settings and their groups, from the fields that a class lists in `parts`.
 
     Names of parts are not checked when settings are constructed, so that the settings of a run can be read, and its
     model can be used, even if a package that the run used is missing.

@@ -42,8 +42,8 @@ class Kind:
             modules that its data require.
         noun: Plural noun for messages, such as "video tars" in "DIR/0.tar names video tars, but chunks are in a data
             folder".
-        missing_reasons: Reasons why samples of this kind lack a content, keyed by content, such as "chunks are in a
-            data folder" in the same message.
+        missing_reasons: Reasons why samples of this kind have no labels or no frames, keyed by content, such as "chunks
+            are in a data folder" in the same message.
         spelling: Pattern that matches addresses of this kind.
         test: Import path of a function that reads the data at a matching address, and returns True if the data are of
             this kind. Empty if the pattern identifies the kind.
@@ -104,7 +104,8 @@ def kind_of(address: str, settings: "DataSettings | None" = None) -> Kind:
 
     Args:
         settings: Settings for reading the data. If None, the data are not read, and the result is the first kind whose
-            pattern matches the address. Its `has_manifest` is correct, because kinds with the same pattern share it.
+            pattern matches the address. Only `has_manifest` of this kind is reliable, because kinds with the same
+            pattern share its value.
 
     Raises:
         UserError: The address refers to tars, but a tar is missing or cannot be read.

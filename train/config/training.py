@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 def _rows(
     beta1: float, beta2: float, eps: float, *, source: str = "FastCLIP, tables 7 and 10", **rates: tuple[float, float]
 ) -> dict[str, Published]:
-    """Return FastCLIP's published settings for one scale of data, by optimizer.
+    """Return FastCLIP's published settings for one size of the data, by optimizer.
 
     Args:
         rates: Learning rate and weight decay of each optimizer.
@@ -262,8 +262,9 @@ class TrainingSettings(DataSettings):
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
-    """Attention backend. auto: xformers on a GPU, else sdpa (PyTorch); flash, cudnn: PyTorch's kernel of that name, if
-    it supports the shape; naive: materialises all scores, for comparison."""
+    """Attention backend. auto: xformers on a GPU, if it is installed and --compile is not set, else sdpa (PyTorch);
+    flash, cudnn: PyTorch's kernel of that name, if it supports the shape; naive: materialises all scores, for
+    comparison."""
     compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
     workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
@@ -360,8 +361,8 @@ def check_best(best: str | None, settings: TrainingSettings) -> None:
         )
 
 
-# Settings that may differ when a run is resumed. They affect the weights only by rounding. If `shards` or `variant`
-# select different samples, the loader rejects them.
+# Settings that may differ when a run is resumed. They affect the weights only by rounding. The loader reports an error
+# if `shards` or `variant` select different samples.
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "variant", "cache", "cache_size", "out", "checkpoint_every", "keep_checkpoints", "best"),

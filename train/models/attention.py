@@ -96,7 +96,7 @@ class Packing:
 
     @cached_property
     def cached_values(self) -> dict[str, Any]:
-        """Values that implementations derive from the lengths, once for all blocks, keyed by implementation."""
+        """Cache of values that implementations derive from the lengths once for all layers, by implementation."""
         return {}
 
 

@@ -229,7 +229,7 @@ def _open_choice(name: AttentionChoice, *, device_type: str) -> AttentionBackend
 def kernels_fact(
     attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> str:
-    """Describe the kernels, and their library, that compute a run's attention for clips and for packed captions."""
+    """Describe the kernels that compute a run's attention for clips and for packed captions, with their libraries."""
     try:
         clips = _kernels(attention.name, settings, device=device, products=products)
         captions = _kernels(

@@ -155,9 +155,9 @@ _MAX_ROWS = 4  # maximum number of rows for `weight @ x`
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.linear`, for up to four rows on a CPU as weight @ x.
+    """Equivalent of `torch.nn.functional.linear` that computes up to four rows on a CPU as weight @ x.
 
-    This halves the time that BLAS libraries take (docs/captions.md). Layers that reduce the width are not affected.
+    This halves the time that BLAS libraries take (docs/captions.md). Layers that reduce the width are left to torch.
     """
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows > _MAX_ROWS or weight.shape[0] < weight.shape[1]:
@@ -277,7 +277,7 @@ class Gpt2(nn.Module):
 
 
 class VideoTower(Protocol):
-    """Interface that `TokenTower` and `LibraryImage` share."""
+    """Interface of video towers, which `TokenTower` and `LibraryImage` implement."""
 
     @property
     def token_width(self) -> int:

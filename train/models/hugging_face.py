@@ -154,8 +154,8 @@ class HuggingFace:
     def tokenizer(self, name: str, context_length: int) -> Callable[[list[str]], Tensor]:
         """Return a function that converts texts to IDs [B, L], with `PADDING` after the tokens of each text.
 
-        Positions equal the positions without padding, even if the original tokenizer pads on the left. SigLIP attends
-        to padding up to a fixed length, so this padding has the model's own padding ID.
+        Tokens have the same positions as without padding, even if the original tokenizer pads on the left. SigLIP
+        attends to padding up to a fixed length, so this padding has the model's own padding ID.
 
         Raises:
             UserError: The context length is larger than the model's, or a SigLIP model has no padding token.

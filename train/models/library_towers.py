@@ -355,7 +355,10 @@ def _numbered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def num_heads_of(width: int) -> int:
-    """Return the number of heads: 64 wide if possible, otherwise one head. No published model prescribes this."""
+    """Return the number of attention heads: heads of width 64, or one head if 64 does not divide the width.
+
+    No published model prescribes this choice.
+    """
     return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 1
 
 

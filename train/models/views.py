@@ -1,4 +1,4 @@
-"""Video towers for clips [B, V, C, T, H, W] of several views. Each view is a camera that recorded the same moment.
+"""Video towers for clips [B, V, C, T, H, W] of several views, which are recordings of a moment by different cameras.
 
     mean    the tower processes each view as a separate clip; the output is the mean over the views
     concat  the blocks process the tokens of all views together, so that views attend to each other; a learned

@@ -60,7 +60,7 @@ class Ema:
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
-        """Replace the weights of `model` with the averages inside the block, which must not train or save the model."""
+        """Replace the model's weights with the averages in a `with` block, which must not train or save the model."""
         weights = _tensors(model)
         self._swap(weights)
         try:

@@ -176,7 +176,7 @@ def _adam_updates(
     betas: tuple[float, float],
     eps: float,
 ) -> list[torch.Tensor]:
-    """Update the moments in `states`, and return Adam's updates, before learning rate and weight decay."""
+    """Update the moments in `states`, and return Adam's updates without learning rate and weight decay."""
     beta1, beta2 = betas
     first_moments = [local_part(state["exp_avg"]) for state in states]
     second_moments = [local_part(state["exp_avg_sq"]) for state in states]

@@ -197,7 +197,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         with os.fdopen(open_regular(path), "rb") as file:  # rejects pipes and devices, which may never end
             head = file.read(512)
     except OSError as error:
-        raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="use a file or a folder") from error
+        raise UserError(
+            f"cannot read the weights {path}: {error.strerror}", hint="use a readable file or folder"
+        ) from error
     if not head:
         raise UserError(f"{path} is empty", hint=_DOWNLOAD_AGAIN)
     if head.lstrip()[:1] == b"<":

@@ -136,7 +136,7 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
     return config.to_dict()
 
 
-# CLIP's pattern of a word, with the letters that match "s" without regard to case.
+# CLIP's pattern for words. CLIP ignores case, so "s" also matches U+017F (long s).
 _SPLIT = r"'[s\u017f]|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 

@@ -1,8 +1,8 @@
 """Convert weights of towers that libraries build (`--towers.image`, `--towers.text`) to our names, and back.
 
     ours                     open_clip                  transformers
-    video.model.*            visual.*                   vision_model.*, visual_projection, or all names of a model
-    text.model.*             text.*, or as in CLIP      text_model.*, text_projection, or all names of a model
+    video.model.*            visual.*                   vision_model.*, visual_projection, or names without a prefix
+    text.model.*             text.*, or as in CLIP      text_model.*, text_projection, or names without a prefix
 
 timm's files contain only an image tower. Tensors of other towers are converted like the weights of a CLIP. The parts
 that we add to a library's tower have no counterpart in the library: `video.proj`, `video.pool.*`,

@@ -258,8 +258,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say: Function that prints a line of the table of changes.
 
     Raises:
-        UserError: A tensor is missing or unexpected or has a different shape, without a reason; a tensor is not
-            finite; or the number of attention heads differs.
+        UserError: A tensor is missing or unexpected or has a different shape, without a reason; a tensor contains
+            non-finite values; or the number of attention heads differs.
     """
     # Compare only floating-point tensors (no counters), and each tied tensor only under its first name. Drop the other
     # names of tied tensors, because the weights of a run also contain these names.
@@ -315,7 +315,7 @@ def load_all_parameters(model: nn.Module, source: Source, *, fit: Callable[..., 
         say: Function that prints a line of the table of changes.
 
     Raises:
-        UserError: `source` has no values for another parameter.
+        UserError: `source` lacks any other parameter.
     """
     loaded = fit(model, source, say=say)
     # Only changes to parameters of the model have a new shape.

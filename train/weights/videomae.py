@@ -2,8 +2,8 @@
 
 VideoMAE V2 uses the same names as VideoMAE. In fine-tuned checkpoints, encoder names lack the prefix `encoder.`.
 Queries, keys and values share a matrix without bias; the biases of queries and values are `attn.q_bias` and
-`attn.v_bias`, as in our tower. Positional embeddings are fixed, so checkpoints do not contain them. The decoder
-predicts the values of a cube in the same order as our decoder (t p p c).
+`attn.v_bias`, as in our tower. Positional embeddings are fixed, so checkpoints do not contain them. The values
+of a predicted cube are in the same order as in our decoder (t p p c).
 """
 
 import math
@@ -177,7 +177,7 @@ VIDEOMAE = Format(
 #
 # A bare VideoMAEModel has the same names without `videomae.`. Files contain `q_bias` and `v_bias`, even if the version
 # of transformers that wrote them uses different names for the parameters. Some releases of version 5 are exceptions.
-# The decoder predicts the values of a cube in the same order as our decoder (t p p c).
+# The values of a predicted cube are in the same order as in our decoder (t p p c).
 
 _OUR_BLOCK, _ATTENTION = "transformer.resblocks.N", "attention.attention"
 _HF_BLOCK = {
