@@ -1,4 +1,4 @@
-"""Access to a source, which is a local file or a remote object: open it, fingerprint it, and convert its errors."""
+"""Open and fingerprint sources, which are local files or remote objects, and convert errors to `SourceFailure`."""
 
 import errno
 import hashlib

@@ -1,7 +1,7 @@
 """Sources in object storage and on web servers: request their sizes and modification times, and read ranges of them.
 
-A source is read through a `RemoteFile`. Its fingerprint, probe and shots are the same as for a local file with this
-content. libav reads through this Python object, and never opens a connection itself. Only the encoder needs a local
+A source is read through a `RemoteFile`. Its fingerprint, probe and shots are the same as for a local file with the same
+content. libav also reads through the `RemoteFile`, and never opens a connection itself. Only the encoder needs a local
 copy (`clipmill.prep.video.staging`).
 """
 

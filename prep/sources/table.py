@@ -366,7 +366,7 @@ class Prober:
     def match(
         self, paths: pa.ChunkedArray, states: FileStates, known_probes: pa.Table
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of each path in `known_probes` (int64 [N]; -1 if missing), and whether it is reusable."""
+        """Return the row of each path in `known_probes`, int64 [N], or -1, and a mask of reusable rows, bool [N]."""
         rows = _rows_of(paths, known_paths=known_probes["path"])
         is_hit = rows >= 0
         is_hit[is_hit] &= np.asarray(known_probes["size_bytes"])[rows[is_hit]] == states.size_bytes[is_hit]

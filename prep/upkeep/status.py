@@ -1,4 +1,4 @@
-"""Status of a data folder for `prep status`: read it from the records and format it.
+"""`prep status`: read the status of a data folder from its records, and format the status.
 
 Only records such as commits, indexes and probes are read, never tars. This takes seconds for a dataset of any size.
 """

@@ -5,9 +5,10 @@ files are opened. With `--cut shots`, a video whose shots have not been detected
 existing chunks are kept. The code processes tables by column, and updates the hash of each shard only once, so that
 planning ten million chunks takes seconds.
 
-If the encoder pass of a span is unchanged, a worker copies the chunks of the span from a stored tar: from the tar of
-the same shard, or of a shard that contained the video before the video was removed, renamed or moved to a different
-split. `find_changes` finds these chunks before the run, by comparing the plan with the indexes.
+A span consists of consecutive chunks of a video that one encoder pass makes. If the pass is unchanged, a worker copies
+the chunks of the span from a stored tar: from the tar of the same shard, or of a shard that contained the video before
+the video was removed, renamed or moved to a different split. `find_changes` finds these chunks before the run, by
+comparing the plan with the indexes.
 """
 
 import hashlib

@@ -64,9 +64,9 @@ from clipmill.shards.index import open_index
 from clipmill.shards.opening import DamagedIndex
 from clipmill.shards.timeline.model import Timeline
 
-# CPU time of decoding, and of scaling a decoded frame for the shot detector and comparing it, on an x86-64 server core
-# at about 3 GHz.
-_DECODE_S_PER_MEGAPIXEL, _DETECT_S_PER_FRAME = 0.0029, 0.0006
+# CPU times, measured on an x86-64 server core at about 3 GHz.
+_DECODE_S_PER_MEGAPIXEL = 0.0029
+_DETECT_S_PER_FRAME = 0.0006  # time to scale a decoded frame for the shot detector, and to compare it
 _CHUNK_BYTES = 5_000  # size of the MP4 header, the JSON member, the tar headers and the index columns
 _FRAME_BYTES = 17  # size of a row in the packet table of the index
 _INDEX_BYTES_PER_S = 3e8  # number of source bytes that `prep index` reads per core-second

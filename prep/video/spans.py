@@ -1,7 +1,7 @@
-"""Divide all videos of a plan into chunks, evenly or at shot boundaries, and assign their spans to shards.
+"""Divide the videos of a plan into chunks, evenly or at shot boundaries, and assign spans to shards.
 
-The division depends only on frame counts and shot boundaries. `shot_chunks` defines what happens to shots that are too
-long or too short.
+A span consists of consecutive chunks of a video that one encoder pass makes. The division depends only on frame counts
+and shot boundaries. `shot_chunks` defines what happens to shots that are too long or too short.
 
 The layout, which assigns spans to shards, is stored in `<data>/layout/<len>-<tail>.parquet` or, with `--cut shots`, in
 `<len>-shots-<hash>.parquet`, where the hash identifies the settings that determine the chunks. New spans are

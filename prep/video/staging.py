@@ -53,7 +53,7 @@ def _lock_root() -> Path:
     """Lock the folder of the copies until this process exits, and return it; remove files left by killed processes.
 
     Raises:
-        OSError: The folder cannot be created, or is not exclusive to this user.
+        OSError: The folder cannot be created, or is not private to this user.
     """
     global _locked_root
     root = private_root("sources")

@@ -1,1 +1,1 @@
-"""`train doctor`: report on a machine, the defaults of training on it, and its problems."""
+"""`train doctor`: report on a machine, its problems, and the training defaults on this machine."""

@@ -19,8 +19,8 @@ _OUTPUT_SETTINGS = ("num_frames", "sampling", "stride", "size_px", "input", "seg
 def identity_of(model: nn.Module, settings: ClipSettings, *, task: str) -> str:
     """Return the SHA-256 of the tensors and of the settings that affect the outputs.
 
-    A run and its exports have the same hash. The hash does not depend on file names, the device or the
-    precision. The device and the precision affect only rounding.
+    A run and its exports have the same hash. The hash depends neither on file names nor on the device or the precision,
+    which affect only rounding.
     """
     digest = hashlib.sha256()
     settings_facts = {name: getattr(settings, name, None) for name in _OUTPUT_SETTINGS}

@@ -170,7 +170,7 @@ def _task_of(run: RunFolder, tasks: Tasks, *, subject: str, hint_for_task: Calla
 
 
 def _adopt(source: Source, path: Path, tasks: Tasks, *, say: Say) -> tuple[AdoptedModel, TaskSpec]:
-    """Convert the weights of a different project with the first task that supports them. Return model and task spec."""
+    """Convert weights of a different project with the first task that supports them; return the model and its task."""
     specs = {name: open_spec() for name, open_spec in tasks.items()}
     adopting_specs = {name: spec for name, spec in specs.items() if spec.adopt is not None}
     for spec in adopting_specs.values():

@@ -108,7 +108,7 @@ def open_sets(
     """
     if evaluation.split == bank_split:
         raise UserError(
-            f"split {bank_split!r} is both the bank and the split to score, so every clip would be its own neighbour",
+            f"split {bank_split!r} provides the bank and the clips to score, so every clip would be its own neighbour",
             hint="use two different splits",
         )
     folder = open_labelled_folder(settings, column=None).path
@@ -150,9 +150,11 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
     for label, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         classes = np.unique(bank_M[bank_M >= 0])
         if len(classes) < 2:
-            problem = f"no bank clip from split {bank_split!r} has the label {label.label!r}"
+            problem = f"no clip of the bank (split {bank_split!r}) has the label {label.label!r}"
             if len(classes):
-                problem = f"all bank clips from split {bank_split!r} have the class {label.names[int(classes[0])]!r}"
+                problem = (
+                    f"all clips of the bank (split {bank_split!r}) have the class {label.names[int(classes[0])]!r}"
+                )
             raise UserError(
                 f"{problem}, but a probe needs at least two classes",
                 hint="use more data, or a different label",
@@ -165,7 +167,7 @@ def _check(sets: ProbeSets, evaluation: ProbeEvaluation, *, bank_split: str) -> 
         num_bank = int((bank_M >= 0).sum())
         if "knn" in evaluation.methods and evaluation.neighbours > num_bank:
             raise UserError(
-                f"{evaluation.neighbours} neighbours are requested, but the bank from split {bank_split!r} has only "
+                f"{evaluation.neighbours} neighbours are requested, but the bank (split {bank_split!r}) has only "
                 f"{count_noun(num_bank, 'clip')} with the label {label.label!r}",
                 hint=f"use --neighbours {num_bank} or fewer (during training: --evaluate.neighbours), ideally far "
                 "fewer than the number of clips in a class",

@@ -201,7 +201,7 @@ def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_lea
 
     write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
     assert train("eval", "probe", run, *few) == 2
-    assert "all bank clips from split 'train' have the class 'p'" in capsys.readouterr().err
+    assert "all clips of the bank (split 'train') have the class 'p'" in capsys.readouterr().err
     write_captions(tmp_path, videos, [*captions("a", "p", "q"), Caption("b", 0, 1, "x")])
     assert train("eval", "probe", run, *few) == 2
     assert "no clip of split 'val' is usable" in capsys.readouterr().err
