@@ -390,6 +390,9 @@ class Prober:
         Args:
             rows, is_hit: Result of `match`.
             save: Function that stores the probes known so far; called at intervals, and before an error is raised.
+
+        Raises:
+            StorageRefused: A bucket or server refuses many consecutive sources.
         """
         records = _ProbeTable(known_probes)
         source = np.where(is_hit, rows, -1)

@@ -285,7 +285,7 @@ class Advice:
     def lines(self) -> Iterator[str]:
         """Yield a table, a description of the measurement, and the number of visits that make re-encoding pay off."""
         needs = "" if self.clips_per_s is None else f"  cores for {self.clips_per_s:.3g} clips/s"
-        yield f"{'':<13}{'clips/CPU s':>12}{'bytes/clip':>12}{'all':>10}{'encoding':>12}{'pays after':>14}{needs}"
+        yield f"{'':<13}{'clips/CPU s':>12}{'bytes/clip':>12}{'total':>10}{'encoding':>12}{'pays after':>14}{needs}"
         for way, clips in self._clips():
             size, encoding, pays = size_text(self.size_bytes), "", ""
             if way in self.recipes:

@@ -33,7 +33,10 @@ SHOT_SETTINGS = ("detector", "threshold", "min_scene_len", "min_len")  # None if
 
 
 class ChunkTiming:
-    """Length and frame rate of chunks, for the settings of `prep chunk` and `prep index`."""
+    """Length and frame rate of chunks, for the settings of `prep chunk` and `prep index`.
+
+    The properties raise a UserError if `len` or `fps` is not a valid text.
+    """
 
     len: str
     fps: str

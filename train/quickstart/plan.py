@@ -344,15 +344,15 @@ def propose(request: Request, surveys: Sequence[Survey], machine: MachineFacts) 
     task = choice.choose_task(surveys, split=split, requested=request.task)
     gpus = [] if request.device == "cpu" else [gpu.memory_bytes for gpu in machine.accelerator.gpus]
     preset = choice.choose_preset(task.value, gpu_bytes=gpus)
-    kind = find_task(task.value).settings
+    settings_class = find_task(task.value).settings
     if request.preset is not None:
         preset = Choice(request.preset, "--preset")
-        if request.preset not in presets_of(kind):
+        if request.preset not in presets_of(settings_class):
             raise UserError(
                 f"{request.preset!r} is not a preset of train {task.value}",
-                hint=f"use one of the presets: {', '.join(presets_of(kind))}",
+                hint=f"use one of the presets: {', '.join(presets_of(settings_class))}",
             )
-    settings: Any = load_settings(preset_path(preset.value, task.value), kind)
+    settings: Any = load_settings(preset_path(preset.value, task.value), settings_class)
     folders = (Path("runs", f"quickstart-{index}" if index > 1 else "quickstart") for index in range(1, 10_000))
     changes: dict[str, Any] = {
         "shards": surveys[0].address if len(surveys) == 1 else tuple(data.address for data in surveys),

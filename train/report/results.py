@@ -243,8 +243,8 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     sources = [{**source, "count": counts.get(source["name"], 0)} for source in facts.get("sources", [])]
     total = sum(source["count"] for source in sources)
     # The page first shows the most important settings, and the settings that differ from their defaults.
-    kind = find_task(task).settings if task in task_names() else TrainingSettings
-    defaults = flatten(plain_values(asdict(kind())))
+    settings_class = find_task(task).settings if task in task_names() else TrainingSettings
+    defaults = flatten(plain_values(asdict(settings_class())))
     return {
         "name": run.name,
         "command": show_urls(shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])),
