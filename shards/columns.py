@@ -12,7 +12,7 @@ from pathlib import Path
 COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 VIDEO, LATENTS, TEXT, SCORES, CAPTIONS = "video", "latents", "text", "scores", "captions"
 SOURCE_MEMBER = "source.json"  # replaces the member `mp4` in chunks whose packets stay in the source file
-INDEXED = "source"  # codec of such chunks in a recipe; the name of a `video` variant begins with the codec
+INDEXED = "source"  # codec in the recipes of `prep index`; the name of a `video` variant begins with its codec
 _TIME_FIELDS = ("start_ms", "num_frames", "fps_num", "fps_den")
 _CHUNK_FIELDS = (*_TIME_FIELDS, "width", "height")
 

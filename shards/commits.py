@@ -53,7 +53,7 @@ class Failure:
 
     video_id: str
     key: str | None  # key of the first chunk in the failed part; None if the complete video failed
-    code: str
+    code: str  # failure code of `prep`, such as source_missing
     message: str
 
 

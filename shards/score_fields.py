@@ -1,8 +1,8 @@
 """The scores of a chunk: the type, meaning and presentation of each score (docs/columns.md).
 
-Each score is a field of the index and of the member, a name in `--where`, and a section of the page that `prep inspect
---column scores --html` writes. `prep verify --deep` checks the range of each score. `score_chunk` in
-`prep/scores/score.py` computes the values.
+Each score is a field of the index and of the member. A score that is a number is also a name in `--where`, and `prep
+verify --deep` checks its range. A score with a title has a section in the page that `prep inspect --column scores
+--html` writes. `score_chunk` in `prep/scores/score.py` computes the values.
 """
 
 from dataclasses import dataclass

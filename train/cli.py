@@ -100,8 +100,8 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder on the disk whose speed to measure; nothing is written to the folder. Default: measure the speed
-        with a temporary file in the current folder.
+        Data folder on the disk to measure; nothing is written to the folder. Default: measure the disk of the current
+        folder, with a temporary file.
     device
         Device to train on.
     as_json

@@ -268,7 +268,8 @@ def load_model(
     """Open trained weights as a model in evaluation mode.
 
     Args:
-        weights: Run, exported folder, weights file of AVION, LaViLa or VideoMAE, or NAME:TAG of open_clip.
+        weights: Run, exported folder, weights file of AVION, LaViLa or VideoMAE, NAME:TAG of open_clip, or hf:NAME on
+            the Hugging Face Hub.
         num_frames: Number of frames per clip. Temporal embeddings are interpolated to this number. Default: the value
             used in training.
         sampling: Frame sampling of the loader. Default: the sampling used in training.

@@ -32,7 +32,7 @@ STORIES: tuple[tuple[str, str], ...] = (
     (r"--min-likelihood", "choose a lower value"),
     (r"after the warm-up|step time in", "train for more steps, or use `--step-time`"),
     (r"would stop training|see train doctor", "follow the hints of the findings above the message"),
-    (r"out of range|has no preset|is not a preset of train|in variant", "see `--help-all` for the possible values"),
+    (r"out of range|has no preset|is not a preset of train|with the key", "see `--help-all` for the possible values"),
     (r"character …", "correct the expression there: [selection](data.md#selection---where)"),
     (r"--freeze|videomae tower|towers from libraries", "omit the flag, or choose a different part of the model"),
     (r"not of train|of source … only", "use the evaluation and the captions that the message states"),

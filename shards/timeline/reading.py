@@ -460,9 +460,9 @@ class _PacketList:
         for (first, offset), (next_first, _) in zip(restarts, [*restarts[1:], (num_packets, 0)], strict=True):
             times[first:next_first] += offset
         if len(restarts) > 1:
-            first, times_text = restarts[1][0], "once" if len(restarts) == 2 else f"{len(restarts) - 1} times"
+            first, times_text = restarts[1][0], "" if len(restarts) == 2 else f" {len(restarts) - 1} times, first"
             location = f"at packet {first} ({float(int(times[first:].min()) * unit - start):.2f} s)"
-            notes.append(f"timestamps restart {times_text}, first {location}: the parts follow one another")
+            notes.append(f"timestamps restart{times_text} {location}: the parts follow one another")
         last = int(np.argmax(np.where(is_shown, times, NO_TIME))) if num_packets else 0
         end = int(times[last] + lengths[last]) if num_packets else 0
         # Of the packets that an edit list hides, libav returns only those needed to decode other packets.

@@ -259,12 +259,12 @@ def default_second(folder: Path, name: str) -> list[int]:
 KINDS: dict[str, tuple[Callable[[Path, str], list[int]], str]] = {
     "late-ts.ts": (late_picture, ""),
     "late-ps.mpg": (late_picture, ""),
-    "cat.ts": (concatenate(".ts"), "restart once, first at packet 70 (7.0"),
+    "cat.ts": (concatenate(".ts"), "restart at packet 70 (7.0"),
     "cat-without-dts.ts": (
         concatenate(".ts", *WITHOUT_DTS, encoder="mpeg2video", num_b=0),
-        "restart once, first at packet 70 (7.0",
+        "restart at packet 70 (7.0",
     ),
-    "hours-later.ts": (hours_later, "restart once, first at packet 70 (7.00 s)"),
+    "hours-later.ts": (hours_later, "restart at packet 70 (7.00 s)"),
     "cells.mpg": (concatenate(".mpg", "-f", "vob", encoder="mpeg2video"), "timestamps restart"),
     "twice.flv": (without_second_header, "timestamps restart"),
     "blobs.webm": (concatenate(".webm", "-live", "1", sound="libopus", encoder="libvpx"), "timestamps restart"),

@@ -34,7 +34,7 @@ class DistributedFlags:
     """Strategies to measure, one after another, with several processes. Default: --parallel.strategy."""
     exchanges: Annotated[list[Exchange] | None, groups.PARALLEL, _MANY] = None
     """Exchanges of a contrastive loss to measure, one after another, with several processes: scalars (FastCLIP, as in
-    training) or features (OpenCLIP, the baseline in FastCLIP's tables)."""
+    training) or features (OpenCLIP, the baseline in FastCLIP's tables). Default: scalars for a contrastive loss."""
     page: Annotated[Path | None, groups.WHERE] = None
     """HTML file for the breakdown of a step, with a figure; needs several processes."""
 

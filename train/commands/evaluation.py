@@ -176,8 +176,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
     command.__doc__ = docstring(
         evaluation.help,
         example=evaluation.example,
-        weights=f"{evaluation.run_help} Or other weights: an exported folder, a weights file{tags} or "
-        "hf:NAME on the Hub.",
+        weights=f"{evaluation.run_help} Alternatives: an exported folder, a weights file{tags} or hf:NAME on the Hub.",
         shards="Data folder or tar files. Default: each data folder of the training run.",
         variant="Names of variants to read, as listed by prep status. Default: the variants of the training run; for "
         "other data, the current variants.",

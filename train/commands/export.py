@@ -41,7 +41,7 @@ export.__doc__ = docstring(
     "Task, format, and the expression that opens the folder OUT:\n\n"
     + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
     example="train export runs/first --format open_clip --out exported",
-    weights="Run folder, exported folder, weights file, or NAME:TAG of open_clip.",
+    weights="Run folder, exported folder, weights file, NAME:TAG of open_clip, or hf:NAME on the Hub.",
     form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",
     out="New folder to write.",
     frame_embedding="Temporal embedding of single images, for dual encoders: mean over all frames, or zero.",

@@ -19,7 +19,7 @@ from clipmill.train.quickstart.request import Request
 if TYPE_CHECKING:
     from clipmill.train.quickstart.plan import Plan
 
-_TRIAL_S = 8.0
+_TRIAL_S = 8.0  # duration of the measured training steps
 
 
 def quickstart(

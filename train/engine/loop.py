@@ -8,7 +8,8 @@ must stop. An error or signal on one rank therefore ends the loop on all ranks (
 
 The loop reads the metrics of a step after starting the next step (clipmill.train.device.transfer), or immediately if an
 evaluation or a checkpoint follows. If a loss or gradient norm is not finite, the run ends, and no later step is
-saved. The run also ends if all gradients of the first steps are zero.
+saved; with fp16, a step with a non-finite gradient norm is only skipped. The run also ends if all gradients of the
+first steps are zero.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Open a trained run: its latest checkpoint, and the device, precision and attention backend for its model."""
+"""Open a trained run: one of its checkpoints, and the device, precision and attention backend for its model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
