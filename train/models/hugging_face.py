@@ -59,7 +59,7 @@ def hub_files(reference: str, what: str) -> Iterator[None]:
         what: Kind of files, for the error.
 
     Raises:
-        UserError: The files are missing or damaged. The hint contains the command that downloads them.
+        UserError: The files are missing or damaged. For a model on the Hub, the hint contains the download command.
     """
     name = reference.removeprefix("hf:")
     is_folder = Path(name).is_absolute() or Path(name).is_dir()
