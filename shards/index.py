@@ -100,7 +100,11 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def open_index_content(path: Path, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, pa.Buffer]:
-    """Return the table from `open_index`, and the mapped content of the file. The columns are views of this content."""
+    """Return the table from `open_index`, and the mapped content of the file. The columns are views of it.
+
+    Raises:
+        DamagedIndex, FileNotFoundError, TimeoutError: See `open_index`.
+    """
     from clipmill.manifests.mapped_files import map_arrow_file  # not needed to write an index
 
     try:

@@ -462,7 +462,11 @@ def _read_facts(run: str) -> bytes:
 
 @contextmanager
 def exclude_new_readers(data_dir: Path) -> Iterator[Readers]:
-    """Yield the readers of a data folder, and block new readers until the block ends."""
+    """Yield the readers of a data folder, and block new readers until the block ends.
+
+    Raises:
+        OSError, UserError: The marks cannot be locked or read.
+    """
     marks, message = _marks_of(data_dir), f"waiting for a reader that is opening {data_dir}\n"
     with marks.hold(is_shared=False, on_wait=lambda: sys.stderr.write(message)):
         yield replace(list_readers(data_dir), now_s=marks.now_s())

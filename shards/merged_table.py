@@ -66,7 +66,7 @@ def open_merged_table(path: Path) -> pa.Table:
 
     Raises:
         FileNotFoundError: The table does not exist.
-        DamagedTable: The file is not a readable table, or its schema does not match the checksum.
+        DamagedTable: The file is not a readable table with one batch, or its schema does not match the checksum.
         TimeoutError: The file could not be opened in time.
     """
     try:

@@ -171,6 +171,10 @@ class PacketTables:
     Args:
         index: Table whose columns are views of `content`.
         content: Bytes of the index file. The object keeps a reference to these bytes.
+
+    Raises:
+        ValueError: The lists of a packet table differ in length, or a column has the wrong type.
+        KeyError: The index lacks a column.
     """
 
     def __init__(self, index: pa.Table, content: pa.Buffer) -> None:

@@ -97,7 +97,12 @@ class CommittedShard:
 
     @property
     def packet_tables(self) -> PacketTables:
-        """Packet tables of a `video` shard, from the verified index; raises the same errors as `index`."""
+        """Packet tables of a `video` shard, from the verified index.
+
+        Raises:
+            DamagedIndex, OSError: See `index`.
+            ValueError, KeyError: The index lacks valid packet tables.
+        """
         tables = self._packet_tables
         if tables is not None:
             OPEN_MAPS.note_use(self)
@@ -221,7 +226,7 @@ class Variant:
             variant: Name of the variant; None for the current variant.
 
         Raises:
-            UserError: The variant does not exist.
+            UserError: The variant does not exist, or has a different version of the format.
         """
         name = variant or current_variant(data_dir, column)
         if name is None:

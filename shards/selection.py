@@ -49,7 +49,8 @@ def selected_chunks(
         start_ms: Start of each chunk in its video in ms, [chunks].
 
     Raises:
-        UserError: `where` uses a column, such as `scores`, that is missing or lacks some of the chunks.
+        UserError: `where` uses a column, such as `scores`, that is missing, damaged or lacks some of the chunks; or it
+            uses a label that is missing, or that has a value of the wrong kind.
     """
     fields = where.columns | ({"duration_s"} if where.labels else set())
     columns = _video_columns(fields, data_dir, video_ids=video_ids, video_row=video_row)
@@ -153,6 +154,9 @@ def selected_captions(
         video_ids: Distinct IDs of videos.
         video_row: Index of each caption's video in `video_ids`, [rows].
         label_rows: Captions with the labels that `where` uses (`labelled_captions`); None if it uses no labels.
+
+    Raises:
+        UserError: A label has a value of the wrong kind, or a condition cannot be evaluated.
     """
     columns = _video_columns(where.columns, data_dir, video_ids=video_ids, video_row=video_row)
     for name in where.columns.intersection(_CAPTION_FIELDS):
@@ -175,7 +179,7 @@ def labelled_captions(where: Where | None, data_dir: Path) -> pa.Table | None:
     """Read the captions with a label that `where` uses; return None if it uses no label.
 
     Raises:
-        UserError: The captions have no such label.
+        UserError: See `read_label_rows`.
     """
     return read_label_rows(data_dir, where.labels) if where is not None and where.labels else None
 

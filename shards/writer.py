@@ -59,10 +59,14 @@ class ShardWriter:
     Only the index and one sample are in memory at a time.
 
     Args:
-        variant_dir: Folder of the variant. A missing folder is an error: it means that the data folder is wrong.
+        variant_dir: Folder of the variant. It is not created: if it is missing, the data folder is wrong.
         shard_id: ID of the shard.
         extensions: Extensions of every sample's members, in order.
         fields: Column-specific index fields, such as `clipmill.shards.format.VIDEO_FIELDS`.
+
+    Raises:
+        ValueError: An extension is missing or invalid, or two columns of the index have the same name.
+        FileNotFoundError: The folder of the variant does not exist (on entering the context).
     """
 
     def __init__(

@@ -33,12 +33,16 @@ def task_names() -> tuple[str, ...]:
 
 
 def tasks() -> tuple[TaskSpec, ...]:
-    """Return all tasks whose packages can be imported."""
+    """Return all tasks whose packages can be imported. The others are reported on standard error."""
     return tuple(TASKS.list_usable())
 
 
 def find_task(name: str) -> TaskSpec:
-    """Return the task with a name from `task_names`."""
+    """Return the task with a name from `task_names`.
+
+    Raises:
+        UnusablePart: The package of the task cannot be imported, or its task is invalid.
+    """
     return TASKS[name]
 
 

@@ -414,7 +414,11 @@ class _PacketList:
     def build_timeline(
         self, container: "InputContainer", *, file: "IO[bytes] | None", start: Fraction
     ) -> "tuple[Timeline, TrackPackets]":
-        """Return the timeline of the stream, and its packets with corrected times."""
+        """Return the timeline of the stream, and its packets with corrected times.
+
+        Raises:
+            TimelineError: The first frames have no timestamps, or a timestamp is damaged.
+        """
         stream, name, num_packets = self.stream, container.format.name, len(self.times)
         if name in _RAW_FORMATS or self.num_untimed == num_packets > 0:
             codec = stream.codec_context.name if stream.codec_context else "unknown"

@@ -62,8 +62,9 @@ def export_run(
     """Write a checkpoint of a run (by default the latest), or other weights, in an export format.
 
     Raises:
-        UserError: There is no checkpoint, its weights are not finite, `out` exists and is not an empty folder, or the
-            format does not support this model.
+        UserError: The weights do not exist or are not finite, `checkpoint` is not a checkpoint of the run, `out` exists
+            and is not an empty folder, or the format is unknown, needs a missing package, or does not support this
+            model.
     """
     _require_format(form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -66,7 +66,12 @@ _LOST_RANK_S = 120.0
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance: Provenance) -> dict[str, Any] | None:
-    """Train a model on all ranks of torchrun, write the results page, and return the summary on rank 0."""
+    """Train a model on all ranks of torchrun, write the results page, and return the summary on rank 0.
+
+    Raises:
+        UserError: The settings do not fit the data, the model, the machine or the run to resume.
+        FailedWork, Stopped: See `clipmill.train.engine.loop.train`.
+    """
     check_tracking(settings.track)
     device = choose_device(settings.device, needs_gpu=settings.require_gpu)
     start = launch_facts(settings, resume=resume)

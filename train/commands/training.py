@@ -85,6 +85,10 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
 
     Args:
         remarks: List to extend with remarks about values that depend on other settings.
+
+    Raises:
+        UserError: A file or preset is invalid, or the run in --out belongs to another task or has a different number of
+            data folders.
     """
     tokens = {argument.name: argument.tokens for argument in arguments}
     if "--config" not in tokens:

@@ -47,7 +47,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     Raises:
         UserError: The environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
             in different ways.
-        FailedWork: Another rank was lost.
+        FailedWork: Another rank was lost, or did not join in time.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World()

@@ -307,7 +307,8 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
             stage.
 
     Raises:
-        UserError: There are fewer layers (of this kind) than stages, or the listed numbers do not fit.
+        UserError: The rule is invalid, there are fewer layers (of this kind) than stages, or the listed numbers do not
+            fit.
     """
     check_rule(rule)
     if num_stages > len(layers):

@@ -259,7 +259,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         }
 
     def new_model(self, samples: Samples) -> Model:
-        """Return a model with random weights for the clips in `samples`."""
+        """Return a model with random weights for the clips in `samples`. Subclasses must override this method."""
         raise NotImplementedError
 
     def fit_weights(self, model: Model, source: Source, *, say: Say) -> "LoadedWeights":
