@@ -211,7 +211,8 @@ class Gpt2(nn.Module):
     Args:
         size: Dimensions.
         attend: Attention function.
-        dropout: Dropout probability after the embedding and in the blocks, as in GPT-2.
+        dropout: Dropout probability after the embedding and after each branch of a block. Unlike in GPT-2, attention
+            weights have no dropout.
     """
 
     def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
