@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 DetectorName = Literal["adaptive", "content"]
 DEFAULT_DETECTOR: DetectorName = "adaptive"  # as in PySceneDetect
 DEFAULT_THRESHOLD: dict[DetectorName, float] = {"adaptive": 3.0, "content": 27.0}
-PICTURE_PX = 256  # maximum longer side of the compared pictures, as in PySceneDetect; smaller pictures are not upscaled
+PICTURE_PX = 256  # limit of the longer side of compared pictures, as in PySceneDetect; smaller pictures stay unscaled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,7 +168,7 @@ def ends_of_videos(data_dir: Path, videos: pa.Table) -> np.ndarray:
 
 
 def chunk_finder(data_dir: Path, videos: pa.Table) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None:
-    """Return a function that finds the captions that overlap a chunk of their video.
+    """Return a function that finds captions overlapping a chunk of their video.
 
     Args:
         videos: Table with schema VIDEOS.

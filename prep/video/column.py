@@ -212,7 +212,7 @@ class IndexRecipe(Checked):
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fill in the settings that are None, so that recipes that produce the same bytes are equal.
+    """Fill in the settings that are None. Recipes that produce the same bytes become equal.
 
     Args:
         ffmpeg_version: Version of the ffmpeg program, which is part of the recipe because other builds may produce

@@ -4,9 +4,9 @@ ffmpeg keeps the timestamps of the source (`-copyts`), and seeks to a point shor
 drops every frame before the span. A seek to the exact start could miss the source frame that is visible there. If that
 frame begins before the seek point, as is common in slides and screen recordings, ffmpeg still misses it. In this case
 the pass is stopped at its first frame, and a new pass seeks to an earlier point. The segment muxer cuts at forced
-key frames, one per chunk. Frames between two chunks that belong to neither chunk are encoded into a segment that is
+key frames, one per chunk. Frames between two chunks that belong to neither chunk form a separate segment, which is
 discarded. ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`), and `check_frames`
-compares it with the packets of the source.
+compares these timestamps with the packets of the source.
 
 ffmpeg builds the filter graph only once, because a second graph would restart its clock. If the frame shape changes
 within a source, the scaler therefore fits every frame into the resolution of the chunks.
@@ -46,7 +46,7 @@ _UNKNOWN_COLOR = 2
 _CONTAINER_CROPS = (7, 1)  # first ffmpeg version that applies the crop stored in the container
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_REACH_FACTOR = 32  # factor by which each new pass seeks further back, until a pass includes the first source frame
+_REACH_FACTOR = 32  # factor by which each repetition of a pass seeks further back (`_FirstFrameDropped`)
 _LIMIT_PER_VIDEO_S = 60.0  # time limit per second of video: a pass slower than 1/60 of real time is considered stuck
 _MAX_TICKS_PER_S = 1_000_000  # resolution of ffmpeg's option values
 _SAME_SHAPE = 0.02  # relative difference in aspect ratio below which a frame is stretched to the chunk's resolution

@@ -33,8 +33,8 @@ from clipmill.shards.reader import CommittedShard
 _MAX_CAPTIONS = 20
 # Data types of the fields of a `PacketTable`, in order. The index columns have the prefix `packet_`.
 _PACKET_FIELDS = {"offset": np.uint32, "size": np.uint32, "frame": np.int32, "flags": np.uint8, "crc32": np.uint32}
-_MAX_PATTERN = 32  # maximum length of a GOP that is printed in full, in frames
-_MAX_PATTERNS = 4  # maximum number of different GOPs, or of runs in a long GOP, that are printed
+_MAX_PATTERN = 32  # maximum number of frames in a GOP that is printed in full, and of printed runs in a longer GOP
+_MAX_PATTERNS = 4  # maximum number of GOP patterns that are printed
 
 
 def chunk_report(shard: CommittedShard, index: int, data_dir: Path) -> Report:

@@ -154,7 +154,7 @@ class Videos:
 
 
 class Plan:
-    """All shards that the manifest requires under one recipe.
+    """All shards that the manifest requires under one recipe. Each row of the plan is a required span.
 
     Attributes:
         layout: Layout that assigns every span to a shard. The layout must be written before the work begins.

@@ -120,7 +120,7 @@ def run_trials(plan: Plan, rows: np.ndarray, work: Workload, *, on_section: OnSe
 
     The heaviest video has the most source bytes per second, scaled to the resolution of the chunks. Content that takes
     many bytes in the source, such as grain and fast motion, is also expensive to encode, so this video gives the upper
-    end of the range. Videos that cannot be encoded, are too short, or require a copy that is too large are omitted. The
+    end of the range. Videos are omitted if they cannot be encoded, are too short, or require too large a copy. The
     encoded sections are not kept.
 
     Args:

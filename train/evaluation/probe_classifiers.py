@@ -220,7 +220,7 @@ def choose_l2(
 
 
 def choose_held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of held-out clips: all clips of a random fifth of the videos; every fifth clip of a single video.
+    """Return a mask of held-out clips: all clips of a random fifth of the videos, or every fifth clip of one video.
 
     Complete videos are held out, because clips of the same video are more similar than clips of different videos.
     """

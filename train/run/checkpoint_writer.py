@@ -80,8 +80,8 @@ class CheckpointWriter:
         Args:
             tensors: Tensors of the state, keyed by their names in the checkpoint.
             metadata: Contents of the checkpoint other than tensors.
-            write_extras: Function that writes files that belong to the checkpoint but are outside its folder. The
-                writing thread of rank 0 calls this function before the checkpoint is complete.
+            write_extras: Function that writes further files of the checkpoint, outside its folder. The writing thread
+                of rank 0 calls this function before the checkpoint is complete.
 
         Raises:
             FailedWork: A rank could not write the previous checkpoint.

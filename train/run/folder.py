@@ -114,7 +114,7 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Suffix of the files that nodes write to check that they share the folder (clipmill.train.run.shared_folder).
+# Suffix of the files with which nodes check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # Value of --resume: False starts a new run, True resumes an existing run, and "auto" resumes the run if it exists.
 Resume = bool | Literal["auto"]

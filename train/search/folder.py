@@ -2,8 +2,9 @@
 
 The arrays and tables are plain npy and Parquet files, which other programs can read:
 
-    video.npy         embeddings, float32 [N, E], unit length; or pooled features [N, D] or tokens [N, L, D]
-    text.npy          float32 [M, E], unit length; present if the weights have a text tower and the data have captions
+    video.npy         embeddings of clips, float32 [N, E], unit length; or pooled features [N, D], or tokens [N, L, D]
+    text.npy          embeddings of captions, float32 [M, E], unit length; present if the weights have a text tower and
+                      the data have captions
     clips.parquet     one row per row of video.npy: row, key, video, path, begin_s, end_s, text; caption (row of the
                       text in captions.parquet)
     captions.parquet  one row per row of text.npy: row, key, video, path, begin_s, end_s, text; clip (row of the
