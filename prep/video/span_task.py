@@ -477,7 +477,7 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
         (sorted(facts.packet_frame), list(range(num_frames)), "presentation order"),
         (facts.packet_flags[:1], [PACKET_KEY | PACKET_REFERENCE], "first packet's flags"),
         (facts.packet_frame[:1], [0], "first packet's frame"),
-        (is_inside, True, "packet ranges within the file"),
+        (is_inside, True, "all packets within the file"),
     ]
     for actual_value, planned_value, what in comparisons:
         if actual_value != planned_value:

@@ -191,7 +191,7 @@ def _judge_disk(machine: MachineFacts) -> Iterator[Finding]:
     if speed is None or speed.cached is not False:  # reads from the page cache do not show the speed of the disk
         return
     if speed.read_bytes_per_s < _SLOW_READ:
-        yield _warning(f"{disk.path} is read at {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
+        yield _warning(f"{disk.path} is read at only {size_text(speed.read_bytes_per_s)}/s", _FASTER_DISK)
     if speed.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
             f"random reads of 64 KiB, as needed for clips, take {speed.piece_ms:.0f} ms on {disk.path}",

@@ -155,7 +155,7 @@ def plan_clips(codec: str, *, total_bytes: int) -> ClipPlan:
             "hevc": "only some browsers play HEVC",
             INDEXED: "the packets of the chunks are in the source files",
         }
-        return ClipPlan(True, False, reasons.get(codec, f"browsers may not play {codec}"))
+        return ClipPlan(True, False, reasons.get(codec, f"some browsers do not play {codec}"))
     if total_bytes > COPIED_BYTES:
         return ClipPlan(True, False, f"copies of these chunks would take {size_text(total_bytes)}")
     return ClipPlan(False, total_bytes <= EMBEDDED_BYTES, "copies of the chunks, byte for byte")
