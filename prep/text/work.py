@@ -73,7 +73,6 @@ from clipmill.shards.format import TEXT_FIELDS
 from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample
 
-_BYTES_PER_VALUE = 2
 _WORKER_GB = 2.5  # CLIP ViT-B-32 with a batch of 32 takes 2.1 GB on a CPU (benchmarks/README.md)
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, so a CPU is slower with large batches
 
@@ -149,7 +148,7 @@ def text_report(plan: TextPlan) -> Report:
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.values)
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
-    max_bytes = plan.num_captions * recipe.values["width"] * _BYTES_PER_VALUE if num_videos else 0
+    max_bytes = plan.max_bytes if num_videos else 0
     disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=(0.0, float(max_bytes)))
     unstored_flags = {WHERE: recipe.settings.where, WEIGHTS: local_weights(recipe)}
     flags = {name: value for name, value in unstored_flags.items() if value is not None}

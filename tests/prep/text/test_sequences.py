@@ -12,9 +12,13 @@ import transformers
 
 from clipmill import open_latents
 from clipmill.manifests.errors import UserError
+from clipmill.prep.core.plan import folder_bytes
 from clipmill.prep.text.captions import check_text
+from clipmill.prep.text.plan import make_text_plan
 from clipmill.prep.text.recipe import TextSettings
 from clipmill.prep.text.t5 import resolve_t5
+from clipmill.prep.text.work import text_report
+from clipmill.shards.dataset import variant_dir
 from clipmill.shards.reader import Variant
 from tests.prep.running import Ran, contents
 from tests.prep.text.sets import CAPTIONS, SPLITS, Encoding, samples, texts_of_captions, write_captions
@@ -51,6 +55,14 @@ def by_transformers(model: Path, text: str) -> np.ndarray:
     with torch.no_grad():
         states: np.ndarray = encoder(input_ids=ids).last_hidden_state[0].numpy()
     return states
+
+
+def test_plan_announces_at_least_the_disk_that_sequences_take(data: Path, model: Path) -> None:
+    plan = make_text_plan(data, resolve_t5(TextSettings(encoder=f"t5:{model}", max_tokens=20)))
+    max_bytes = text_report(plan).values["disk"]["added_bytes_range"][1]
+    assert max_bytes >= 2 * plan.num_captions * 20 * 16 * np.float16().nbytes
+    summary = encode(data, model)
+    assert folder_bytes(variant_dir(data, "text", summary.variant)) <= max_bytes
 
 
 def test_sequences_are_those_of_transformers_and_made_once(data: Path, model: Path) -> None:
