@@ -8,7 +8,9 @@ import pytest
 from clipmill.manifests.help_text import help_text
 from clipmill.manifests.plugins import Parts, UnusablePart
 from clipmill.prep.cli import build_app
+from clipmill.prep.registry import COLUMNS
 from clipmill.shards.column_fields import COLUMN_FIELDS
+from clipmill.train.cli import app as train_app
 from clipmill.train.losses.settings import LOSSES, Loss
 from clipmill.train.registry import TASKS
 from tests.forked import run_forked
@@ -98,3 +100,9 @@ def test_of_two_packages_with_one_name_neither_is_chosen(tmp_path: Path) -> None
         declare(tmp_path, package, {"tasks": {"frame-order": spec}})
     with installed_here(tmp_path), pytest.raises(UnusablePart, match=r"declared by (one|two) 1\.0 and by"):
         TASKS["frame-order"]
+
+
+def test_plugins_cannot_take_the_name_of_a_command() -> None:
+    for app, parts, folders in ((build_app(), COLUMNS, {"layout", "manifest", "synthetic"}), (train_app, TASKS, set())):
+        commands = {name for name in app if not name.startswith("-") and name not in parts}
+        assert commands | folders <= parts._reserved_names

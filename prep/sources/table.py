@@ -210,7 +210,7 @@ _MAX_RECORDS = 4096  # maximum number of probes held as Python objects
 _MAX_REFUSED = 100  # the run ends when access to this many consecutive sources has been refused
 _NEVER = -1  # impossible modification time, so that the next run does not reuse the row
 # Increment this number when probes begin to accept files that they used to reject. Failed files are then probed again.
-_RULES = {b"probe_rules": b"3"}
+_RULES = {b"probe_rules": b"4"}
 
 PROBES = pa.schema(
     [

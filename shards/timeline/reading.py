@@ -243,9 +243,10 @@ _WRAPPING_FORMATS = frozenset({"mpegts", "mpeg", "wtv"})
 # Formats that store decoding times. For other formats, libav derives decoding times from presentation times.
 _DECODING_TIME_FORMATS = ("mpegts", "mpeg", "wtv", "mp4", "avi", "flv", "mxf")
 # Formats with a duration in the header. For other formats, libav may estimate the duration from the bitrate.
-_DURATION_FORMATS = ("matroska", "mp4", "flv", "asf", "mxf", "ivf")
+_DURATION_FORMATS = ("matroska", "mp4", "flv", "asf", "mxf")
 # Formats whose duration is the end of the last frame, even if the first frame begins later than 0.
 _DURATION_IS_END = ("matroska", "asf")
+_NO_IVF_LENGTH = (0, 0xFFFFFFFF)  # in the header of a file that was written to a pipe
 _HEADER_TOLERANCE_S = Fraction(1)  # containers round and pad the durations in their headers
 # Maximum plausible duration: a day, or 600 seconds per frame if that is more. Damaged timestamps may span centuries.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S = 24 * 3600, 600
@@ -541,6 +542,13 @@ def _find_missing_end(
         header, has_header = timeline.start + track.stream.frames / timeline.rate, True
     if "mp4" in container.format.name and 0 < len(track.times) == track.num_indexed <= track.stream.frames:
         has_header = False  # all packets in the index were read; libav may omit packets that an edit list hides
+    if container.format.name == "ivf" and (length := track.stream.duration or 0) not in _NO_IVF_LENGTH:
+        # The header contains the number of frames. Old versions of ffmpeg write their total duration instead.
+        num_frames = len(track.times)
+        duration = num_frames * (max(track.times) - min(track.times)) // max(1, num_frames - 1)
+        if max(num_frames, duration) < length:
+            missing = (length - max(num_frames, duration)) * Fraction(track.stream.time_base or 0)
+            return missing, f"truncated: {length:,} frames in the header, but the file contains {num_frames:,}"
     if has_header and last_end < header - _HEADER_TOLERANCE_S:
         truncation = f"truncated: {float(header):.2f} s in the header, but the packets end at {float(last_end):.2f} s"
         return header - last_end, truncation

@@ -8,8 +8,10 @@ from typing import IO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
+_OGG_PAGE = b"OggS\0"  # start of a page: capture pattern and version
 _OGG_MAX_PAGE_BYTES = 27 + 255 + 255 * 255
 _FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
+_GIF_CONTROL = b"!\xf9"  # start of an extension that belongs to the image after it
 _INDEX_BOXES = frozenset({b"moof", b"moov", b"meta"})  # meta is the index of an image file
 _MEDIA_BOXES = frozenset({b"mdat", b"moof", b"moov"})
 
@@ -155,12 +157,14 @@ def _check_ogg(file: "IO[bytes]", size_bytes: int) -> str | None:
     start = max(0, size_bytes - _OGG_MAX_PAGE_BYTES)
     file.seek(start)
     tail = file.read()
-    page = tail.rfind(b"OggS\0")
+    page = tail.rfind(_OGG_PAGE)
     if page < 0:
         return None
     num_segments = tail[page + 26] if page + 26 < len(tail) else 255
     segments = tail[page + 27 : page + 27 + num_segments]
     end = page + 27 + num_segments + sum(segments)
+    if end < len(tail) < end + len(_OGG_PAGE) and _OGG_PAGE.startswith(tail[end:]):  # the start of another page
+        end += len(_OGG_PAGE)
     if len(segments) < num_segments or end > len(tail):
         return _describe_truncation("the last page", start + max(end, len(tail) + 1), size_bytes)
     return None
@@ -187,6 +191,8 @@ def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
             last_fragment = position
         position += length
     if last_fragment and not has_end:
+        if kind == b"moof":  # a fragment without its data
+            return _describe_truncation("the last fragment", position + 8, size_bytes)
         if fragments_end > size_bytes:
             return _describe_truncation("the last fragment", fragments_end, size_bytes)
         return "" if fragments_end > last_fragment else None
@@ -233,7 +239,7 @@ def _check_flv(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 def _check_gif(file: "IO[bytes]", size_bytes: int) -> str | None:
     file.seek(0)
-    position, length = 13 + _color_table_bytes(file.read(13)[10:11]), 0
+    position, length, is_control = 13 + _color_table_bytes(file.read(13)[10:11]), 0, False
     while position < size_bytes:
         file.seek(position)
         head = file.read(10)
@@ -241,13 +247,14 @@ def _check_gif(file: "IO[bytes]", size_bytes: int) -> str | None:
             return ""
         if head[:1] not in (b"!", b","):  # neither an extension nor an image
             return None
+        is_control = head[:2] == _GIF_CONTROL
         position += 2 if head[:1] == b"!" else 11 + _color_table_bytes(head[9:10])
         length = 1
         while length and position < size_bytes:  # an empty sub-block ends the block
             file.seek(position)
             length = file.read(1)[0]
             position += 1 + length
-    is_truncated = length > 0 or position > size_bytes
+    is_truncated = length > 0 or position > size_bytes or is_control
     return _describe_truncation("a block", max(position, size_bytes + 1), size_bytes) if is_truncated else None
 
 

@@ -1,5 +1,6 @@
 """Tests of sources that are unreadable for a while, which fail by name and are read again, and of truncated files."""
 
+import io
 import json
 import os
 import random
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import pyarrow as pa
 import pytest
 
@@ -20,6 +22,7 @@ from clipmill.prep.sources.probe import probe
 from clipmill.prep.sources.table import NO_FILE, probe_sources, read_probes, stat_files
 from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.reader import Variant
+from clipmill.shards.timeline.truncation import find_truncation
 from tests.conftest import ROOT
 from tests.forks import Forks
 from tests.prep.numbered import Source
@@ -27,7 +30,7 @@ from tests.prep.running import manifest
 
 COPY = ["-c", "copy"]
 VP9 = ["-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"]
-# Containers whose structure contains their length.
+# Containers whose structure contains their length, or the length of each part.
 SIZED = {
     "matroska.mkv": COPY,
     "live.mkv": [*COPY, "-live", "1"],
@@ -44,6 +47,8 @@ SIZED = {
     "ivf.ivf": VP9,
     "gif.gif": [],
 }
+# Containers that do not contain the number of their parts: a file that ends between two parts may be complete.
+OPEN_ENDED = {"live.mkv", "live.webm", "theora.ogv", "fragments.mp4", "flash.flv", "gif.gif"}
 
 
 def failures(data: Path) -> dict[str, str]:
@@ -137,15 +142,51 @@ def test_wherever_a_file_is_cut_its_frames_are_all_there_or_it_is_named(
     assert abs(facts.end_s - 4) < 0.05
     content, generator = whole_files[name].read_bytes(), random.Random(name)
     at_random = [generator.randrange(1, len(content)) for _ in range(14)]
-    for cut in (len(content) - 1, len(content) * 9 // 10, *at_random):
+    with av.open(whole_files[name]) as container:
+        format_name = container.format.name
+        starts = [packet.pos for packet in container.demux(video=0) if (packet.pos or 0) > 0]
+    at_parts = [start + offset for start in (starts[-1], *starts[1::17]) for offset in (0, 4, 8, 12)]
+    for cut in (len(content) - 1, len(content) * 9 // 10, *at_random, *at_parts):
         path = tmp_path / f"{cut}{whole_files[name].suffix}"
         path.write_bytes(content[:cut])
         try:
             probed = probe(path)
         except SourceFailure as failure:
             assert failure.message
-        else:
-            assert probed.end_s == facts.end_s, f"cut at {cut} of {len(content)}"
+            continue
+        if probed.end_s != facts.end_s:
+            assert name in OPEN_ENDED, f"cut at {cut} of {len(content)}"
+            with path.open("rb") as file:
+                assert find_truncation(file, size_bytes=cut, format_name=format_name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name", "part", "num_bytes"),
+    [
+        ("theora.ogv", "ogg", b"OggS\0", range(1, 6)),
+        ("fragments.mp4", "mov,mp4", b"mdat", range(-4, -3)),  # a fragment ends before its data
+        ("gif.gif", "gif", b"!\xf9", range(1, 9)),
+    ],
+)
+def test_file_that_ends_inside_the_header_of_a_part_is_truncated(
+    name: str, format_name: str, part: bytes, num_bytes: range, whole_files: dict[str, Path]
+) -> None:
+    content = whole_files[name].read_bytes()
+    start = content.rindex(part)
+
+    for end in (start + count for count in num_bytes):
+        problem = find_truncation(io.BytesIO(content[:end]), size_bytes=end, format_name=format_name)
+        assert "truncated" in (problem or ""), f"{end - start} bytes after {part!r}"
+
+
+def test_ivf_that_was_written_to_a_pipe_or_has_gaps_is_complete(tmp_path: Path) -> None:
+    source = ["-f", "lavfi", "-i", "testsrc=size=64x64:rate=25:duration=2"]
+    command = [find_ffmpeg().path, "-v", "error", *source, *VP9, "-f", "ivf"]
+    piped, sparse = tmp_path / "piped.ivf", tmp_path / "sparse.ivf"
+    piped.write_bytes(subprocess.run([*command, "-"], check=True, capture_output=True).stdout)
+    subprocess.run([*command, "-vf", "select='eq(n,0)+gte(n,30)'", "-fps_mode", "vfr", sparse], check=True)
+    assert piped.read_bytes()[24:28] == bytes([255] * 4)
+    assert probe(piped).end_s == probe(sparse).end_s == 2
 
 
 def test_raw_frames_can_be_given_times_as_the_message_says(tmp_path: Path) -> None:
