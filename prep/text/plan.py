@@ -48,10 +48,6 @@ LAYOUT_FILE = f"{TEXT}.parquet"
 MAX_SHARD_VIDEOS = 4096
 MAX_SHARD_CAPTIONS = 65_536  # about 100 MB of CLIP embeddings; a video with more captions gets its own shard
 
-_BYTES_PER_VALUE = 2
-# Upper limits for the bytes of headers, padding and tables, for each caption, video and shard of a plan.
-_CAPTION_BYTES, _VIDEO_BYTES, _SHARD_BYTES = 256, 4096, 1 << 15
-
 
 @dataclass(frozen=True)
 class TextPlan:
@@ -82,15 +78,6 @@ class TextPlan:
     def num_videos(self) -> int:
         """Number of planned videos."""
         return len(self.video_ids)
-
-    @property
-    def max_bytes(self) -> int:
-        """Maximum size in bytes of the files that a run writes."""
-        values = self.recipe.values
-        caption_bytes = values.get("max_tokens", 1) * values["width"] * _BYTES_PER_VALUE
-        # The embeddings are also in the bank until the run ends.
-        num_bytes: int = self.num_captions * (2 * caption_bytes + _CAPTION_BYTES)
-        return num_bytes + self.num_videos * _VIDEO_BYTES + len(self.shards) * _SHARD_BYTES
 
     def ids_of(self, shard: ShardPlan) -> pa.Array:
         """Return the IDs of the videos in a shard."""
