@@ -73,7 +73,7 @@ from clipmill.shards.format import TEXT_FIELDS
 from clipmill.shards.npy import npy_bytes
 from clipmill.shards.writer import Sample
 
-_BYTES_PER_VALUE = 2
+_BYTES_PER_VALUE = 4  # two in a shard and, until the run ends, two in the bank
 _CAPTION_BYTES, _VIDEO_BYTES, _SHARD_BYTES = 256, 4096, 1 << 15  # maximum bytes of headers, padding and tables
 _WORKER_GB = 2.5  # CLIP ViT-B-32 with a batch of 32 takes 2.1 GB on a CPU (benchmarks/README.md)
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to the full size, so a CPU is slower with large batches
@@ -150,17 +150,15 @@ def text_report(plan: TextPlan) -> Report:
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.values)
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
-    vector_bytes = plan.num_captions * recipe.values.get("max_tokens", 1) * recipe.values["width"] * _BYTES_PER_VALUE
-    max_bytes = 2.0 * vector_bytes  # the bank contains the embeddings too, until the run ends
-    max_bytes += plan.num_captions * _CAPTION_BYTES + plan.num_videos * _VIDEO_BYTES + len(plan.shards) * _SHARD_BYTES
-    added_bytes = (0.0, max_bytes if num_videos else 0.0)
+    caption_bytes = recipe.values.get("max_tokens", 1) * recipe.values["width"] * _BYTES_PER_VALUE + _CAPTION_BYTES
+    max_bytes = plan.num_captions * caption_bytes + plan.num_videos * _VIDEO_BYTES + len(plan.shards) * _SHARD_BYTES
+    added_bytes = (0.0, float(max_bytes) if num_videos else 0.0)
     disk = disk_use(plan.data_dir, column=TEXT, variant=recipe.variant, added_bytes=added_bytes)
-    unstored_flags = ((WHERE, recipe.settings.where), (WEIGHTS, local_weights(recipe)))
-    flags = {name: value for name, value in unstored_flags if value is not None}
+    flags = {name: value for name, value in ((WHERE, recipe.settings.where), (WEIGHTS, local_weights(recipe))) if value}
     command = COLUMN.command_line({**recipe.values, **flags}, data_dir=plan.data_dir)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
-    lines += states_lines(plan.shards, sample="video")
-    lines += [f"left out {line}" for line in left_out_lines(plan.num_left_out)]
+    left_out = (f"left out {line}" for line in left_out_lines(plan.num_left_out))
+    lines += [*states_lines(plan.shards, sample="video"), *left_out]
     if num_videos:
         lines.append(f"estimate encode the unique captions of {count_noun(num_videos, 'video')}, unless already stored")
         lines.append("         the duration is unknown until the captions are read; a GPU is many times faster")
