@@ -307,7 +307,10 @@ def _check_commit(variant_dir: Path, commit: Commit, written_ns: int | None) -> 
 
 
 def _is_unchanged(commit: Commit, *, files: States, records: States, written_ns: int | None) -> bool:
-    """Return True if all files of a shard have the correct sizes, and none is newer than the commit."""
+    """Return True if the files of a shard have the correct sizes, and none is newer than the commit record.
+
+    The commit record must not be newer than the table of commits.
+    """
     record = records.get(commit_name(commit.shard_id))
     if record is None or (written_ns is not None and record[1] > written_ns):
         return False

@@ -123,7 +123,8 @@ class Bar:
         left: Position of the left edge in units of the SVG.
         text: Range and number of the values in the bar, as text.
         heights: Height for all values (`all`) and for the values that a selection keeps (`kept`), as percentages of
-            the largest bar. Without a selection, there is only `kept`, which represents all values.
+            the largest bar (at least 1 if there are any values). Without a selection, there is only `kept`, which
+            represents all values.
     """
 
     left: int

@@ -201,7 +201,7 @@ def _check_mp4(file: "IO[bytes]", size_bytes: int) -> str | None:
 
 def _indexed_bytes(box: bytes) -> int:
     """Return the total size of the fragments that a sidx box lists (ISO/IEC 14496-12); 0 if it lists only one."""
-    start = 32 if box[8:9] == b"\1" else 24  # depends on the size of two times in the box: 4 or 8 bytes each
+    start = 32 if box[8:9] == b"\1" else 24  # depends on the size of the first time and offset: 4 or 8 bytes each
     num_fragments = int.from_bytes(box[start + 6 : start + 8], "big")
     sizes = [int.from_bytes(box[i : i + 4], "big") & 0x7FFFFFFF for i in range(start + 8, len(box) - 3, 12)]
     return sum(sizes[:num_fragments]) if num_fragments > 1 else 0

@@ -19,7 +19,8 @@ COLOUR_ENCODINGS = (
 
 # Weights of red and blue in luma, for each matrix.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# Matrix for each code in H.273. SMPTE 240M (7) is treated as BT.709, whose weights are the closest.
+# Matrix for each code in H.273. SMPTE 240M (7) is treated as BT.709, whose weights are the closest, and BT.2020 with
+# constant luminance (10) as BT.2020 without constant luminance (9).
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2  # AVCOL_RANGE_JPEG in libav
 
