@@ -159,7 +159,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(decoder={"missing": ("vp9",)}), "warning", "has no decoder for vp9", "wheel"),
         (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
         (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
-        (machine(disk={"speed": replace(FAST, read_bytes_per_s=30e6)}), "warning", "read at 30 MB/s", "train bench"),
+        (machine(disk={"speed": replace(FAST, read_bytes_per_s=30e6)}), "warning", "only 30 MB/s", "train bench"),
         (machine(disk={"speed": replace(FAST, piece_ms=25.0)}), "warning", "take 25 ms on /data", "--workers"),
         (machine(disk={"problem": Finding("note", "no shard", "run it")}), "note", "/data: no shard", "run it"),
     ],
