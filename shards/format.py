@@ -77,8 +77,9 @@ sample, and is listed as a failure in the commit. The only member is `latents.np
 bfloat16 as uint16; or `latents.npy.zst`, the same file as one Zstandard frame. Frame i of the latents is the chunk's
 frame at i / fps seconds. recipe.json contains the scaling factor.
 
-Column `text`: one sample per video; the key is the video_id. The members are `text.npy`, float16 [R, D], one row of
-unit norm per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
+Column `text`: one sample per video; the key is the video_id. The members are `text.npy`, float16, and `json`, with the
+text of each row and the row of each caption. The array is [R, D], one row of unit norm per distinct caption text of the
+video; for token sequences, it is [sum of tokens, D], and the vectors of a text are consecutive.
 
 Column `scores`: keys, order, shard IDs, splits and failures are as in `latents`. The only member is `scores.json`, with
 the values of the index row (clipmill.shards.score_fields). Unknown values are null, never NaN. In the JSON, the hash is
