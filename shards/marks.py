@@ -320,7 +320,7 @@ def _renew_forever() -> None:
 
 @atexit.register
 def _remove_marks() -> None:
-    for mark in _marks.values():
+    for mark in list(_marks.values()):  # a copy, because the renewal thread may remove marks meanwhile
         mark.remove()
 
 
