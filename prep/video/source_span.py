@@ -1,7 +1,8 @@
 """Make the chunks of one span for `prep index`: find the source packets that each chunk requires, and the frame times.
 
-A chunk contains all packets from the key frame on which its first frame depends to the last packet that its last frame
-requires. Therefore a packet near a chunk boundary may belong to two chunks.
+A span consists of consecutive chunks of a video. A chunk contains all packets from the key frame on which its first
+frame depends to the last packet that its last frame requires. Therefore a packet near a chunk boundary may belong to
+two chunks.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Make one shard of the `video` column in a worker, on any machine and with any engine.
 
-If the encoder pass of a span is unchanged, the chunks of the span are copied from stored tars; otherwise they are
-encoded. Every encoded chunk, new or copied, is demuxed and compared with the plan before it is written to the tar. A
-failed span is recorded in the commit and does not affect other spans.
+A span consists of consecutive chunks of a video that one encoder pass makes. If the pass is unchanged, the chunks are
+copied from stored tars; otherwise they are encoded. Every encoded chunk, new or copied, is demuxed and compared with
+the plan before it is written to the tar. A failed span is recorded in the commit and does not affect other spans.
 
 The worker has scratch space on the node's local disk. This space is removed at the end of the work or, if the worker is
 killed, by a later worker or run.

@@ -1,7 +1,8 @@
 """Flags and table of `train eval probe`, which probes frozen features with k-NN and a linear layer.
 
-The classes of a label are all classes that occur in the training split or in the evaluated split. Settings that make a
-probe impossible are reported before training starts. docs/evaluation.md contains definitions and sources.
+The bank consists of the labelled clips of the training split. The classes of a label are all classes that occur in the
+training split or in the evaluated split. Settings that make a probe impossible are reported before training starts.
+docs/evaluation.md contains definitions and sources.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 Weighted k-NN (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", section 3.4):
 the score of a class is the sum of exp(cosine / temperature) over all clips with this class among the k nearest clips
-in the bank. If clips are equally near, the first ones in the bank count. The paper uses k = 200 and a temperature of
-0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
+in the bank of labelled clips. If clips are equally near, the first ones in the bank count. The paper uses k = 200
+and a temperature of 0.07; Caron et al. 2021 (DINO, section 3.2) find that k = 20 is best.
 
 Linear probe: multinomial logistic regression on frozen features, solved to its optimum. Features are standardised with
 the mean and standard deviation of the training clips. With weights W and biases b, the objective is

@@ -1,6 +1,7 @@
 """Choose the variant of each column that a command reads: from --variant, from a training run, or the current one.
 
-A run always reads the same variants, even after it is resumed. Commands that use the weights of a run with the data of
+A column holds one kind of data, such as video or latents, and each of its variants was made with different settings. A
+run always reads the same variants, even after it is resumed. Commands that use the weights of a run with the data of
 the run read these variants too. run.json lists the variants with their recipes.
 """
 
