@@ -454,7 +454,7 @@ def expected_time(
 ) -> ExpectedTime:
     """Estimate the time of a run from the times of a few of its steps.
 
-    The range covers the means of four sections of these steps, and is at least as wide as `_SPREAD`.
+    The range covers the means of several sections of these steps, and is at least as wide as `_SPREAD`.
 
     Args:
         steps: Number of steps of the run.
