@@ -49,11 +49,13 @@ class Codec:
         gops: Supported GOP layouts, with the default first.
         crf_range: Smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
         presets: Values of `--preset`; empty if the encoder has no presets.
+        preset_argument: ffmpeg option that takes the value of `--preset`; empty if the encoder has no presets.
         gop_arguments: Function that takes a GOP layout and a key frame interval, and returns ffmpeg output arguments.
         crf_argument: ffmpeg option that takes the value of `--crf`.
         encode_s_per_megapixel: Cost of encoding at the default settings, in seconds per megapixel, on an x86-64 server
             core at about 3 GHz.
         bits_per_pixel: Bits per pixel of the chunks at the default settings.
+        fixed_arguments: Further ffmpeg output arguments, the same for all GOP layouts.
     """
 
     encoder: str

@@ -80,6 +80,8 @@ class Host:
         memory_bytes: Memory of the machine, or of the cgroup if that is less.
         free_bytes: Free part of this memory.
         shm_bytes: Size of /dev/shm.
+        thread_variables: Environment variables that limit the threads of OpenMP, MKL and OpenBLAS, if they are set.
+        compiler: Path of a C or C++ compiler for `--compile`; None if there is none.
     """
 
     processor: str
@@ -272,7 +274,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTrial:
-    """Trial of an attention backend on the device, with the kernels that the backend used or the error."""
+    """Trial of an attention backend on the device, with the kernels that the backend used or the error.
+
+    Attributes:
+        attention: Name of the backend.
+        kind: Input of the trial: "clips", or "packed captions" for captions of different lengths in one row.
+    """
 
     attention: str
     kind: str
@@ -296,6 +303,7 @@ class Accelerator:
         xformers_library: Reason why xformers' own compiled library cannot be loaded.
         attention: Name of the backend that `--attention auto` uses on the first GPU; "sdpa" if no trials were run.
         has_triton: True if triton is installed. torch.compile needs triton to generate GPU kernels.
+        tried: Trials of attention backends.
         environment: Facts for bug reports to PyTorch (torch.utils.collect_env); empty if no trials were run.
     """
 
