@@ -64,6 +64,11 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
             else:
                 report = work.plan_report(column_plan)
                 report = with_file_problems(report, column, column_plan.variant_dir, data_dir=data_dir)
+        try:
+            work.require(settings)
+        except UserError as error:  # another machine may run the plan, so this is not an error
+            hint = f"\nhint: {error.hint}" if error.hint else ""
+            sys.stderr.write(f"warning: `prep {column.command}` cannot start on this machine: {error}{hint}\n")
         show(report, json=request.json)
 
     help = column.plan_help or (

@@ -238,9 +238,9 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         what=what,
     )
     if trial.returncode:
-        last_line = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
+        reason = cause(trial.stderr) if trial.stderr.strip() else f"exit status {trial.returncode}"
         raise UserError(
-            f"the encoder {encoder_text} does not work on this machine: {last_line}",
+            f"the encoder {encoder_text} does not work on this machine: {reason}",
             hint="use --codec h264, or a machine with the required hardware",
         )
 

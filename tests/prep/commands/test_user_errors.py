@@ -68,6 +68,15 @@ def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], name
     assert contents(data) == before
 
 
+def test_a_plan_warns_of_an_encoder_that_this_machine_lacks(data: Path) -> None:
+    """The warning is the error of the run, with the line of ffmpeg that names the cause."""
+    ran = prep_here("plan", "--codec", "h264_nvenc", "--data", data)
+    error = prep_here("chunk", "--codec", "h264_nvenc", "--data", data, status=2).error
+    assert error.endswith("does not work on this machine: h264_nvenc: Cannot load libcuda.so.1")
+    assert f"warning: `prep chunk` cannot start on this machine: {error}\nhint: use --codec h264, or" in ran.stderr
+    assert "warning" not in prep_here("plan", "--data", data).stderr
+
+
 def test_several_wrong_settings_are_named_at_once(data: Path) -> None:
     words = ("--crf", 99, "--short-side", 15, "--gop", "star", "--keyint", 601, "--threshold", 3)
     ran = prep_here("chunk", "--data", data, *words, status=2)
