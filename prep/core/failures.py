@@ -127,7 +127,7 @@ EXPLANATIONS: dict[str, tuple[str, str]] = {
     FailureCode.IO_ERROR: ("reading or writing failed", "check the disk or mount, then run the same command again"),
     FailureCode.WORKER_LOST: (
         "a worker process was killed",
-        "run the same command again, with fewer --workers if memory is short",
+        "run the same command again; after signal 9 (SIGKILL), with fewer --workers if memory is short",
     ),
     FailureCode.WORKER_CRASHED: (
         "a worker process crashed",

@@ -128,7 +128,9 @@ def exit_reason(exit_code: int | None) -> str:
     number = -exit_code
     if number == signal.SIGKILL:
         return f"signal {number} (out of memory?)"
-    return f"signal {number} ({signal.Signals(number).name})" if number in CRASH_SIGNALS else f"signal {number}"
+    name = next((named.name for named in signal.Signals if named == number), "no name")
+    cause = ": the file size limit of the shell, see `ulimit -f`" if number == signal.SIGXFSZ else ""
+    return f"signal {number} ({name}{cause})"
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

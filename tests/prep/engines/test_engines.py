@@ -112,7 +112,7 @@ def end_by(number: int) -> None:
 @pytest.mark.parametrize(
     ("killed_by", "code", "hint"),
     [
-        (signal.SIGKILL, FailureCode.WORKER_LOST, "fewer --workers if memory is short"),
+        (signal.SIGKILL, FailureCode.WORKER_LOST, "after signal 9 (SIGKILL), with fewer --workers if memory is short"),
         (signal.SIGABRT, FailureCode.WORKER_CRASHED, "use a different build"),
         (signal.SIGSEGV, FailureCode.WORKER_CRASHED, "use a different build"),
     ],

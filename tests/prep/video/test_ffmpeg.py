@@ -92,6 +92,14 @@ def test_ffmpeg_that_is_killed_is_a_failure_that_is_tried_again(killed_by: signa
     assert caught.value.code in TRANSIENT and not outcome.timed_out
 
 
+def test_a_file_that_reaches_the_size_limit_of_the_shell_is_named_so(tmp_path: Path) -> None:
+    noise = f"{find_ffmpeg().path} -v error -f lavfi -i testsrc=duration=9 -c:v mjpeg made.mp4"
+    outcome = run(["sh", "-c", f"ulimit -f 8; exec {noise}"], folder=tmp_path, limit_s=60)
+    with pytest.raises(SourceFailure, match="SIGXFSZ: the file size limit of the shell, see `ulimit -f`") as caught:
+        require_success(outcome, limit_s=60)
+    assert caught.value.code == "io_error"
+
+
 def _is_in(link: Path, folder: Path) -> bool:
     try:
         return link.readlink() == folder
