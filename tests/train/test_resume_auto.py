@@ -89,6 +89,19 @@ def test_settings_that_do_not_shape_the_weights_may_be_others_and_those_left_out
     assert RunFolder(begun_run).metrics.read_bytes() == before, "a complete run takes no more steps"
 
 
+def test_run_without_checkpoints_says_that_it_restarts_or_is_left_alone(
+    moving: Path, begun_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(begun_run, tmp_path / "run")
+    shutil.rmtree(RunFolder(run).checkpoints)
+    assert train(*line("dual-encoder", moving, run, "--lr", 0.5)) == 2
+    assert "has no checkpoint yet: use another --out, or remove the folder" in two_lines(capsys)[1]
+    assert train(*line("dual-encoder", moving, run)) == 0
+    assert (
+        f"{run} has no checkpoint: training restarts at step 0, and replaces 3 logged steps" in capsys.readouterr().out
+    )
+
+
 def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(
     moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

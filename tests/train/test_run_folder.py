@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
+from clipmill.train.run.checkpoint import checkpoint_name
 from clipmill.train.run.folder import RunFolder, keep_lines, read_lines, read_object
 
 
@@ -64,7 +65,11 @@ def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
     holder.join(60)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 200_000])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "3", "[" * 200_000, "{}", '{"task": 3}', '{"task": "mae", "variants": 5}']
+    + [f'{{"task": "mae", "{name}": [1]}}' for name in ("evaluated_variants", "sources", "evaluations")],
+)
 def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     run = RunFolder(tmp_path)
     assert run.read_facts() == {}
@@ -79,6 +84,9 @@ def test_facts_that_have_to_be_there_are_said_to_be_missing(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"run\.json is missing") as caught:
         RunFolder(tmp_path).require_facts()
     assert "restore" in (caught.value.hint or "")
+    (RunFolder(tmp_path).checkpoints / checkpoint_name(1)).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run\.json is missing"):
+        RunFolder(tmp_path).read_facts()  # a run with a checkpoint had a run.json
 
 
 def test_a_damaged_result_may_go(tmp_path: Path) -> None:

@@ -116,6 +116,23 @@ def test_a_variant_is_chosen_by_name(data: Path, tmp_path: Path, capsys: pytest.
     assert f"; {VARIANT}" in capsys.readouterr().out
 
 
+def test_refused_resume_leaves_the_run_as_it_was(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", data / "video" / OTHER
+    assert train("dual-encoder", *SMALL, *STEPS, "--shards", data, "--out", run) == 0
+    forget_last_step(run)
+    for path in (max((other / "commits").iterdir()), *other.glob("c*.arrow")):
+        path.unlink()  # this variant has other samples
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert train("dual-encoder", "--resume", "--out", run, "--variant", OTHER) == 2
+    error, hint = two_lines(capsys)
+    assert "belongs to other samples" in error and "--variant" in hint
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert train("dual-encoder", "--resume", "--out", run) == 0
+    assert variant_of(run) == VARIANT
+
+
 def test_a_variant_whose_recipe_is_damaged_is_not_trained_on(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ from clipmill.train.engine.task import build_meta_model, check_stages, describe_
 from clipmill.train.models.attention_choice import choose_attention, describe_fallback, kernels_fact
 from clipmill.train.registry import TASKS
 from clipmill.train.report.results import initial_weights, write_page
-from clipmill.train.run.checkpoint import all_checkpoints, checkpoint_name
+from clipmill.train.run.checkpoint import all_checkpoints, checkpoint_name, read_content
 from clipmill.train.run.checkpoint_writer import recover
 from clipmill.train.run.environment import PACKAGES_FACT, machine, packages_of, versions
 from clipmill.train.run.folder import (
@@ -160,6 +160,9 @@ def _train(
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     # Rank 0 looks for a checkpoint; the other ranks wait until they can see the checkpoint too.
     step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
+    if world.is_first and old_run is not None and step is None and (lines := read_lines(old_run.metrics)):
+        steps = count_noun(len(lines), "logged step")
+        progress.say(f"{old_run.path} has no checkpoint: training restarts at step 0, and replaces {steps}")
     if old_run is not None and step is not None:
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
     has_weights = step is not None
@@ -177,6 +180,11 @@ def _train(
     check_batch(settings, samples)
     epochs = [*describe_epochs(settings, samples)]
     check_stages(task, samples, settings, world=world)
+    if old_run is not None and step is not None:
+        # If the run cannot be resumed with these data, run.json must keep the variants that it was trained on.
+        checkpoint = old_run.checkpoints / checkpoint_name(step)
+        loader_states = world.first(lambda: read_content(checkpoint)["loader"])
+        world.each(lambda: samples.load_state_dict(*loader_states))
     # A resumed run does not repeat the messages about its initial weights.
     start = (
         None

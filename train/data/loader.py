@@ -252,8 +252,8 @@ class Loader:
                     f"changed; the data are now: {self._rows.describe()}"
                     if old_order != order
                     else f"the loader's state has seed {state['seed']}, but this loader has seed {self.loading.seed}",
-                    hint="resume with the data (for a mixture, the same folders in the same order), split, --where, "
-                    f"segment and seed with which the run was started, or {NEW_RUN}",
+                    hint="resume with the captions, the data (for a mixture, the same folders in the same order), "
+                    f"--variant, split, --where, segment and seed with which the run was started, or {NEW_RUN}",
                 )
         try:
             self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])

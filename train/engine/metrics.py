@@ -253,7 +253,10 @@ def require_finite(name: str, value: float, batch: BatchIds, *, step: Step, worl
     ranks = step.world.gather_objects(samples)
     if world.is_first:
         publish_json(path, {"step": step.number, name: str(value), "ranks": ranks})
-    raise FailedWork(f"the {name} is {value} at step {step.number}; the keys of the batch are in {path}")
+    raise FailedWork(
+        f"the {name} is {value} at step {step.number}; the keys of the batch are in {path}; start a new run with a "
+        "lower --lr, or with --max-grad-norm 1"
+    )
 
 
 def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:

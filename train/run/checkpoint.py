@@ -155,15 +155,15 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
     return metadata
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings that affected the weights of a checkpoint, keyed by flag.
+def read_content(path: Path) -> dict[str, Any]:
+    """Parse checkpoint.json like `content_of`. The other files are not read.
 
     Raises:
         UserError: checkpoint.json cannot be read.
     """
     try:
-        return dict(content_of(path)["settings"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return content_of(path)
+    except (OSError, ValueError) as error:
         raise _unreadable_error(path, first_line(error)) from error
 
 

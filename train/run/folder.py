@@ -114,6 +114,8 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
+# Types of the entries of run.json that decide which data are read. Only `task` is always present.
+_FACT_TYPES = {"task": str, "variants": list, "evaluated_variants": dict, "sources": dict, "evaluations": dict}
 # Suffix of the files with which nodes check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # Value of --resume: False starts a new run, True resumes an existing run, and "auto" resumes the run if it exists.
@@ -170,12 +172,12 @@ class RunFolder:
         return upload_periodically(self.upload_growing_files)
 
     def read_facts(self) -> dict[str, Any]:
-        """Return the content of run.json; {} if the file does not exist yet.
+        """Return the content of run.json; {} if training has not started yet.
 
         Raises:
-            UserError: The file is damaged.
+            UserError: The file is damaged, or is missing although the run has a checkpoint.
         """
-        return read_object(self.facts) if self.facts.exists() else {}
+        return self.require_facts() if self.facts.exists() or self.latest_checkpoint() is not None else {}
 
     def require_facts(self) -> dict[str, Any]:
         """Return the content of run.json.
@@ -185,7 +187,11 @@ class RunFolder:
         """
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
-        return self.read_facts()
+        facts = read_object(self.facts)
+        for name, kind in _FACT_TYPES.items():
+            if not isinstance(facts.get(name, None if name == "task" else kind()), kind):
+                raise UserError(f"{self.facts} has no valid entry {name!r}", hint="restore the run's files")
+        return facts
 
     def require_task(self, task: str) -> None:
         """Raise a UserError if the run belongs to a different task."""
@@ -337,7 +343,8 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
     run = open_run(settings.out)
     old_settings = load_settings(run.settings, type(settings))
-    checkpoints, hint = all_checkpoints(run.checkpoints), RESUME_HINT
+    checkpoints = all_checkpoints(run.checkpoints)
+    hint = "the run has no checkpoint yet: use another --out, or remove the folder"
     if checkpoints:
         require_trained_with(checkpoints[max(checkpoints)], old_settings, file=run.settings)
         hint = f"the run is complete: {NEW_RUN}" if max(checkpoints) >= old_settings.steps else RESUME_HINT
@@ -355,10 +362,10 @@ def require_trained_with(checkpoint: Path, settings: TrainingSettings, *, file: 
     Raises:
         UserError: A setting that affects the weights differs.
     """
-    from clipmill.train.run.checkpoint import read_settings
+    from clipmill.train.run.checkpoint import read_content
 
     require_same(
-        read_settings(checkpoint),
+        read_content(checkpoint)["settings"],
         weight_settings(settings),
         where=str(checkpoint),
         hint=f"restore the settings that the run was trained with; {file} may have been changed by hand",
