@@ -4,7 +4,7 @@ Every durable file is first written under a temporary name in its final folder, 
 temporary name has the form `.tmp-<12 hex digits>-<name>`, so it shows which file was being written when a process was
 killed. The next process that holds the lock for that file removes the temporary file.
 
-If the data folder is in a bucket, a file is uploaded before it appears in the local folder, and deleted in the bucket
+If the data folder is in a bucket, a file is uploaded before it appears in the local folder, and deleted from the bucket
 before the local file is removed (`clipmill.manifests.storage.mirrors`).
 
 JSON records can be published with a checksum, which is verified when a record is read.

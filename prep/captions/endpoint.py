@@ -5,7 +5,7 @@
 Rows are prepared ahead, so that the next request is ready when one ends. A single thread does all CPU work, because
 there is usually one worker per core, and switching between threads takes a third more CPU time. The client retries
 failed requests (status 408, 409, 429 or 5xx, timeout, broken connection) with exponential backoff and jitter, or after
-the time in the header Retry-After. Requests and responses are passed as bytes, because converting them to the client's
+the time in the Retry-After header. Requests and responses are passed as bytes, because converting them to the client's
 message classes takes as long as decoding.
 """
 
@@ -153,7 +153,7 @@ class Endpoint:
         raise failure
 
     def _parse_answer(self, content: bytes, *, start_s: float) -> Answer | None:
-        """Parse a response; return None if it contains no answer, such as a truncated response or a proxy's error page.
+        """Parse a response; return None if it contains no answer, for example because it is truncated.
 
         Args:
             start_s: Monotonic time at which the request was sent.

@@ -9,9 +9,9 @@ selection keeps the variant and its samples, and makes only missing samples. The
 checksum of recipe.json is recorded at the end of a run, but `prep status` and plans need the selection from the start.
 
 A new variant may replace the current variant unless temporary failures, such as rejected credentials, a full disk or a
-lost worker, have made it lack samples that the current variant has. `prep retry`, or the same command, can still make
-these samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and `prep gc` follow
-this rule (`lost_samples`).
+lost worker, are the reason why it lacks samples that the current variant has. `prep retry`, or the same command, can
+still make these samples. A permanently damaged source does not prevent the replacement. Runs, `prep status` and
+`prep gc` follow this rule (`lost_samples`).
 """
 
 from collections.abc import Collection, Mapping
@@ -134,12 +134,12 @@ def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         publish_json(folder / RECIPE_FILE, recipe)
 
 
-# Codes of failures that may not occur again. ENCODE_FAILED is included, because the new settings may be the cause.
+# Codes of failures that a retry may repair. ENCODE_FAILED is included, because the new settings may be the cause.
 _RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
-    """Return the failures that made a variant lack samples of a former variant and that a retry may repair.
+    """Return the failures that a retry may repair, and because of which a variant lacks samples of a former variant.
 
     Args:
         variant: Name of the new variant.

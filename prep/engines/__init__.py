@@ -111,8 +111,8 @@ def no_nodes_error(refused_nodes: Iterable[RefusedNode]) -> UserError:
         return StorageRefused(message, hint="set valid credentials on each node, and run the same command again")
     return UserError(
         message,
-        hint="install the same clipmill and ffmpeg on each node as on this machine, and mount the data folder at the "
-        "same path",
+        hint="install the same versions of clipmill and ffmpeg on each node as on this machine, and mount the data "
+        "folder at the same path",
     )
 
 

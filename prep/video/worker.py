@@ -375,7 +375,7 @@ def _read_marker(descriptor: int) -> bytes:
     """Return the content of a small regular file, and close the file.
 
     Raises:
-        OSError: The descriptor does not belong to a regular file.
+        OSError: The descriptor does not refer to a regular file.
     """
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

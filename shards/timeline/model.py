@@ -121,7 +121,7 @@ class Timeline:
             width / height; the first time is 0.
         transfer: Transfer characteristics of the first frame (ISO/IEC 23091-2), 2 if unknown.
         primaries: Color primaries of the first frame (ISO/IEC 23091-2), 2 if unknown.
-        notes: Unusual properties of the video, one sentence each.
+        notes: Unusual properties of the video, one text for each.
     """
 
     track: int = 0

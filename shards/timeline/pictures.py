@@ -26,7 +26,7 @@ class Picture:
 
     Attributes:
         transfer, primaries: See `clipmill.shards.timeline.model.Timeline`.
-        notes: Unusual properties of the video, one sentence each.
+        notes: Unusual properties of the video, one text for each.
     """
 
     width: int
@@ -86,7 +86,7 @@ def _display_matrix(frame: "av.VideoFrame") -> tuple[float, float, float, float]
 
 
 def _container_crop(container: "InputContainer", stream: "VideoStream") -> tuple[int, int, int, int]:
-    """Return the crop in the header of a container in pixels: left, top, right, bottom.
+    """Return the crop, in pixels, in the header of a container: left, top, right, bottom.
 
     PyAV does not expose the crop. However, libav writes it to the header of a Matroska file, as four EBML elements.
     """

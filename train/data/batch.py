@@ -12,8 +12,8 @@
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
                                       frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
                                       [B, T, S, S, 3]. T counts the frames of all views, one view after another
-    time_s       float64 [B, T]       time in the video at which each frame appears on screen, seconds; for latents, the
-                                      time of each latent frame; nan for images and padding. T counts the frames of
+    time_s       float64 [B, T]       time in the video at which each frame appears on screen, in seconds; for latents,
+                                      the time of each latent frame; nan for images and padding. T counts the frames of
                                       all temporal views. The entry stays on the CPU
     is_padded    bool [B, T]          for clips at given times: True for moments outside the video or the row's span
     colour       uint8 [B]            colour matrix and range of YUV frames (clipmill.train.augment.colour)

@@ -45,7 +45,7 @@ class UsableCaptions:
 
     Attributes:
         caption: Index of the caption in the arrays that were passed to `usable_captions`.
-        begin_us, end_us: Span to show in the video, microseconds.
+        begin_us, end_us: Span to show in the video, in microseconds.
         first_chunk, last_chunk: First and last chunk of the span, as rows of the chunk table.
         num_unusable: Number of captions that cannot be shown, by reason.
         num_shortened: Number of captions that are shortened because they end more than a frame after the last chunk.
@@ -82,7 +82,7 @@ def usable_captions(
 
     Args:
         video_row: Row of each caption's video.
-        begin_s, end_s: Span of each caption in its video, seconds. An `end_s` of inf means the end of the video.
+        begin_s, end_s: Span of each caption in its video, in seconds. An `end_s` of inf means the end of the video.
         chunks: Table of chunks.
         is_selected: Mask of the captions to use; None for all.
         selected_chunks: Mask of the chunks to use; None for all. A caption is usable only if all chunks of its span are
@@ -158,7 +158,7 @@ class Spans:
     """Spans of clips, ordered by video and time. Each array has one entry per clip, at the index of the clip ID.
 
     Attributes:
-        begin_us, end_us: Span in the video, microseconds.
+        begin_us, end_us: Span in the video, in microseconds.
         first_part, last_part: First and last chunk of the span, as rows of the chunk table.
     """
 

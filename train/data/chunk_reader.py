@@ -54,7 +54,7 @@ class Chunk:
     Attributes:
         key: Key of the chunk, `<video id>_<start in ms>`.
         video_id: ID of the video.
-        begin_s, end_s: Span of the chunk in the video, seconds.
+        begin_s, end_s: Span of the chunk in the video, in seconds.
         frames: RGB frames at the stored resolution, uint8 [T, H, W, 3].
         time_s: Time in the video at which each frame appears, seconds, float64 [T].
     """

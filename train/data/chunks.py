@@ -342,7 +342,7 @@ class ClipPlan:
         frames: Frames in order, as pairs of a chunk and a frame of this chunk.
         rng: Random number generator for the crop; None in an evaluation.
         failure: Reason why the clip cannot be read; `frames` is then empty.
-        time_s: Time in the video at which each frame appears, seconds.
+        time_s: Time in the video at which each frame appears, in seconds.
     """
 
     request: SampleRequest
@@ -420,7 +420,7 @@ class ClipReader(ThreadedReader):
         return self.chunks.key(int(self._first_chunk[sample // self._repeats]))
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, in microseconds."""
         return self._begin_us[rows], self._end_us[rows]
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -428,7 +428,7 @@ class ClipReader(ThreadedReader):
         return self.chunks.table.video_row[self._first_chunk[rows]].astype(np.int64)
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the start of the first frame and the end of the last frame that an evaluation shows, seconds."""
+        """Return the start of the first frame and the end of the last frame that an evaluation shows, in seconds."""
         frames = self.plan(SampleRequest(sample, sample, None)).frames
         (first, first_frame), (last, last_frame) = (
             (self.chunks.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])

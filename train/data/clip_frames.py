@@ -26,7 +26,7 @@ _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
 _LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
 _SCALES = (1.0, 0.875, 0.75, 0.66)
-_SNAP_PX = 3  # a crop side that differs from the frame's side by fewer pixels is set to the frame's side
+_SNAP_PX = 3  # a crop side within fewer pixels of the frame's side is set to the frame's side
 # Offsets of a multi-scale crop, in quarters of the free space: corners, centre, midpoints of edges, and points halfway
 # between centre and corners.
 _QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
@@ -45,7 +45,7 @@ class Rectangle:
 
 
 def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: np.random.Generator) -> Rectangle:
-    """Return a random rectangle with `min_area` to 1 of the frame's area and an aspect ratio from 3:4 to 4:3.
+    """Return a random rectangle with an aspect ratio from 3:4 to 4:3, and `min_area` to 1 times the frame's area.
 
     This is the rule of torchvision's RandomResizedCrop: after ten failed attempts, the result is the largest centred
     rectangle with an allowed ratio.
@@ -103,7 +103,7 @@ def centre_square(width: int, height: int) -> Rectangle:
 
 
 def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
-    """Return squares with the frame's short side, evenly spaced along the long side. A single square is centred."""
+    """Return squares as wide as the frame's short side, evenly spaced along the long side. One square is centred."""
     side = min(width, height)
     if num_crops == 1:
         return [centre_square(width, height)]
@@ -282,7 +282,7 @@ class ClipShape:
 
     Attributes:
         sampling: Rule that chooses the moments of a clip.
-        size_px: Side length of square frames, or height of uncropped frames, pixels.
+        size_px: Side length of square frames, or height of uncropped frames, in pixels.
         crop: Rule for the crop in training.
         min_crop_area: Minimum area of a "random" crop, as a fraction of the frame's area.
         simple_fraction: Side length of a "simple" crop, as a fraction of the frame's short side.

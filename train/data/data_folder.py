@@ -97,7 +97,7 @@ class ChunkTable:
 
     Attributes:
         video_row: Row of the chunk's video in the list of videos.
-        start_ms: Start in the video, milliseconds.
+        start_ms: Start in the video, in milliseconds.
         num_frames: Number of frames.
         fps_num, fps_den: Numerator and denominator of the frame rate.
         shard: ID of the shard.
@@ -160,7 +160,7 @@ class ChunkSearch:
     """Index for finding the chunk at a moment. It takes 24 bytes per chunk.
 
     Attributes:
-        end_us: End of each chunk in the video, microseconds.
+        end_us: End of each chunk in the video, in microseconds.
         num_gaps: Running count of the chunks that do not directly follow another chunk of the same video. Chunks
             with equal counts are contiguous.
     """

@@ -151,7 +151,7 @@ class PlainVideo:
         time_base: Unit of the timestamps, seconds, exact.
         end_pts: End of the last frame, in units of `time_base`. The last frame is assumed to be as long as the median
             frame.
-        width, height: Resolution of the frames, pixels.
+        width, height: Resolution of the frames, in pixels.
 
     Raises:
         av.FFmpegError: The file cannot be opened or read.

@@ -73,7 +73,7 @@ class ChunkTimes:
     """Times of a chunk and of its frames in the video.
 
     Attributes:
-        start_ms: Start of the chunk in the video, milliseconds.
+        start_ms: Start of the chunk in the video, in milliseconds.
         num_frames: Number of frames.
         fps_num, fps_den: Numerator and denominator of the frame rate.
     """
@@ -94,7 +94,7 @@ class ChunkTimes:
         return min(after_start * self.fps_num // (self.fps_den * US_PER_S * denominator), self.num_frames - 1)
 
     def frame_begin_us(self, frame: int) -> Fraction:
-        """Return the time in the video at which a frame begins, exact, microseconds."""
+        """Return the time in the video at which a frame begins, exact, in microseconds."""
         # Use a single fraction, because a sum takes twice as long, and every clip needs the times of its frames.
         return Fraction(self.start_ms * 1000 * self.fps_num + frame * self.fps_den * US_PER_S, self.fps_num)
 
@@ -120,7 +120,7 @@ class SourceTimes(ChunkTimes):
         return self.source.frame_at(numerator, denominator)
 
     def frame_begin_us(self, frame: int) -> Fraction:
-        """Return the time in the video at which a frame begins, exact, microseconds."""
+        """Return the time in the video at which a frame begins, exact, in microseconds."""
         return self.source.begin_us(frame)
 
     def nominal_frame(self, index: int) -> int:

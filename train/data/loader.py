@@ -31,7 +31,7 @@ _FIRST_BLOCK, _GROWTH, _BLOCK = 64, 8, 4096
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Request for the sample at a position of the order.
+    """Request for the sample at a position in the order.
 
     Attributes:
         sample: Index of the sample.
@@ -58,7 +58,7 @@ class Block(NamedTuple):
     """Samples to load, in order.
 
     Attributes:
-        samples: Indices of the samples, int64 [N]; -1 for an empty position of the order (`SampleOrder`).
+        samples: Indices of the samples, int64 [N]; -1 for an empty position in the order (`SampleOrder`).
         positions: Positions in the order, int64 [N]; in an evaluation, equal to `samples`.
         seed: Seed of random choices; None in an evaluation.
     """
@@ -76,10 +76,10 @@ class LoaderSettings:
         batch: Number of samples in this rank's batch.
         num_threads: Number of threads that load samples.
         num_ahead: Maximum number of samples that are loaded, or being loaded, ahead of the caller.
-        seed: Seed of the order and of random choices.
+        seed: Seed for the order and for random choices.
         group: Number of consecutive samples that are loaded together.
         rank, num_ranks: Index of this rank, and number of ranks.
-        stuck_after_s: Time limit for loading a sample, seconds. A sample that takes longer counts as failed.
+        stuck_after_s: Time limit for loading a sample, in seconds. A sample that takes longer counts as failed.
         pin: True to store batches in pinned memory, for copies to a GPU.
         can_keep: True to never overwrite a batch in use. Otherwise, a batch is overwritten by the second batch after
             it.

@@ -367,7 +367,7 @@ class MixedSamples(BatchedSamples):
             part.require_different_texts()
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, in microseconds."""
         begin_us, end_us = np.empty_like(clips), np.empty_like(clips)
         for folder, indices, rows in self.numbering.divide(clips):
             begin_us[indices], end_us[indices] = self.parts[folder].span_us(rows)

@@ -130,7 +130,7 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 # Resume cursor: the progress of a run in the endless order of samples, for any batch size and number of ranks.
 #
-# As long as no sample fails and the batches of ranks consist of complete groups, the cursor is a single number: all
+# As long as no sample fails and each rank's batches consist of complete groups, the cursor is a single number: all
 # positions before it have been used. If a sample of a rank fails, the rank uses the next position of its share instead,
 # and is then ahead of the other ranks. The cursor also records the positions that such a rank has used ahead of the
 # others, so that a resumed run does not use them again.
@@ -143,7 +143,7 @@ class LoaderState(TypedDict):
     """State of a loader, as stored in a checkpoint."""
 
     position: int  # first position that has not been used
-    ahead: list[int]  # later positions that have been used; only with several ranks, after failures
+    ahead: list[int]  # later positions that have been used; empty on a single rank without failures
     seed: int
     samples: str  # fingerprint of the sample set
 

@@ -62,12 +62,12 @@ class Relevancy:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all arrays in memory, bytes."""
+        """Size of all arrays in memory, in bytes."""
         return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
         """Return the rows of these clips, float64 [n, M]."""
-        # Select the rows first, so that no larger array than the result is made.
+        # Select the rows first, so that no array is larger than the result.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -109,7 +109,8 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
     sentences, column_of_M = sentences.distinct_rows()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     size = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # A triple determines each value: whether the verbs are equal, and the numbers of nouns in intersection and union.
+    # A triple determines each value: whether the verbs are equal, and the numbers of nouns in the intersection and the
+    # union.
     num_shared, union = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
     iou = np.divide(num_shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)

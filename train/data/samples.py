@@ -146,13 +146,13 @@ class RowReader(Reader, Protocol):
         """Return the key of the chunk in which a sample begins, or the sample's name in a tar."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of rows in their videos, microseconds."""
+        """Return the start and end of rows in their videos, in microseconds."""
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the video that contains each row."""
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, in seconds."""
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Return the frames that the model sees in an evaluation, RGB [H, W, 3]; [] if the sample cannot be read."""
@@ -350,16 +350,16 @@ class Samples(BatchedSamples, Generic[AnyReader]):
         return self.reader.key(sample)
 
     def span_us(self, clips: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of clips in their videos, microseconds."""
+        """Return the start and end of clips in their videos, in microseconds."""
         return self.reader.span_us(clips)
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return the start and end of a sample in its video, seconds."""
+        """Return the start and end of a sample in its video, in seconds."""
         begin_us, end_us = self.reader.span_us(np.array([sample // self._repeats]))
         return float(begin_us[0]) / US_PER_S, float(end_us[0]) / US_PER_S
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, in seconds."""
         return self.reader.shown_span_s(sample, num_frames=num_frames)
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:

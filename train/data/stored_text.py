@@ -57,7 +57,7 @@ class TextMembers:
 
     @property
     def row_bytes(self) -> int:
-        """Size of an embedding, or of one vector of a sequence, bytes."""
+        """Size of an embedding, or of one vector of a sequence, in bytes."""
         return self.width * _ITEM_BYTES
 
     def member_at(self, place: Any) -> Any:

@@ -74,7 +74,7 @@ class TarSample:
     Attributes:
         key: Key of the sample in its tar.
         members: Content of each member, by lower-case extension; empty if the content is not needed.
-        locations: Offset in the tar (None if the tar is compressed) and size of each member, bytes.
+        locations: Offset in the tar (None if the tar is compressed) and size of each member, in bytes.
         problem: Reason why the sample must be skipped; None for an intact sample.
     """
 

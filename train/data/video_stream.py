@@ -122,7 +122,7 @@ class VideoStream(BatchedSamples):
         return self.reader.shown_clips[sample].key
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Return the start and end of a clip in its file, seconds. An evaluation must have shown the clip."""
+        """Return the start and end of a clip in its file, in seconds. An evaluation must have shown the clip."""
         clip = self.reader.shown_clips[sample]
         return clip.begin_us / US_PER_S, float("inf") if clip.end_us is None else clip.end_us / US_PER_S
 

@@ -126,7 +126,7 @@ def map_in_order(
     Args:
         work: Function that threads call with an item.
         items: Work items. The iterable is advanced in the caller's thread.
-        stuck_after_s: Time limit for an item, seconds. If the limit is exceeded, `StuckResult` is yielded instead of
+        stuck_after_s: Time limit for an item, in seconds. If the limit is exceeded, `StuckResult` is yielded instead of
             the result. The thread cannot be stopped, so a new thread replaces it.
         size_of: Function that returns the size of an item in bytes.
         max_bytes: Maximum total size of the items ahead of the caller; 0 for no limit. A single item may be larger.
@@ -217,7 +217,7 @@ class ThreadedReader(ABC):
         """Return the name that identifies a sample in failures."""
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of rows in their videos, microseconds; by default 0, for samples without times."""
+        """Return the start and end of rows in their videos, in microseconds; 0 for samples without times."""
         return np.zeros_like(rows), np.zeros_like(rows)
 
     def video_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -225,7 +225,7 @@ class ThreadedReader(ABC):
         return rows
 
     def shown_span_s(self, sample: int, *, num_frames: int) -> tuple[float, float]:
-        """Return the span of the video that an evaluation shows for a sample: start and end, seconds."""
+        """Return the span of the video that an evaluation shows for a sample: start and end, in seconds."""
         return 0.0, 0.0
 
     def shown_frames(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:

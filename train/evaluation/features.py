@@ -103,7 +103,7 @@ def gather_features(features: ClipFeatures, world: World) -> ClipFeatures:
     num_failed = int(world.gather(torch.tensor([features.num_failed], device=sample_N.device)).sum())
     if not len(sample_N):
         detail = f"; the first failure: {features.failed[0].detail}" if features.failed else ""
-        raise FailedWork(f"none of {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
+        raise FailedWork(f"none of the {count_noun(num_failed, 'sample')} to probe could be decoded{detail}")
     order = sample_N.argsort()
     rows = tuple(gather_uneven(rows, world)[order] for rows in features.tower_features)
     return replace(features, tower_features=rows, sample=sample_N[order], num_failed=num_failed)

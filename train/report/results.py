@@ -26,7 +26,7 @@ from clipmill.train.registry import DEFAULT, evaluations_of, find_task, task_nam
 from clipmill.train.run.folder import RunFolder, other_data, read_lines, read_object
 from clipmill.train.spec import CurveGroup, EvaluationSpec
 
-NUM_LAST = 20  # number of last steps over which a noisy metric is averaged to one value
+NUM_LAST = 20  # number of final steps over which a noisy metric is averaged
 # Products of many small numbers, as in BLEU, may differ slightly from 0 where they should be 0.
 _ROUNDING = 1e-12
 # Suffix of the titles of charts whose values are multiplied by 100, as in tables.

@@ -73,7 +73,7 @@ class ConvertedStateDict:
     """State dict with our names.
 
     Attributes:
-        tensors: Tensors by our name.
+        tensors: Tensors, keyed by our names.
         origins: Our name -> name in the source; `{q,k,v}` in a source name lists tensors that were concatenated.
         unknown: Tensors without a name in our models, by name in the source.
         ignored: Names of buffers in the source that our models do not need (sizes, position IDs, masks).

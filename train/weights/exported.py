@@ -119,7 +119,7 @@ def save_extras(extras: Tensors, folder: Path, *, weights_path: Path) -> None:
 
 
 def read_extras(folder: Path, *, weights_path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors that `save_extras` wrote, by our name. Return {} if the folder contains no such file.
+    """Read the tensors that `save_extras` wrote, keyed by our names. Return {} if the folder contains no such file.
 
     Raises:
         UserError: The tensors do not belong to the weights in `weights_path`, or the file is damaged.

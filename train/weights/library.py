@@ -133,7 +133,7 @@ class LibraryTowers:
     Attributes:
         settings: Settings of the run.
         size: Dimensions of the towers.
-        weights: Tensors by our name, including `logit_scale`.
+        weights: Tensors, keyed by our names, including `logit_scale`.
         logits: Map from cosine similarities to logits.
     """
 

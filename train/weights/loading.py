@@ -71,7 +71,7 @@ class FittedWeights:
     """Weights with the names and shapes of a model.
 
     Attributes:
-        tensors: Tensors by our name, with the model's shapes. Parameters that the model initialises are not included.
+        tensors: Tensors with the model's shapes, keyed by our names. They omit parameters that the model initialises.
         logit_scale: log(1 / temperature) of the source; None if it is unknown, or if the projections are not used.
         num_copied: Number of tensors that were copied unchanged.
         changes: Tensors that were not copied unchanged.

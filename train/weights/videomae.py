@@ -282,7 +282,7 @@ def exported_videomae(
 
     Args:
         settings: Settings of the run.
-        weights: Tensors by our name.
+        weights: Tensors, keyed by our names.
         shape: Dimensions of the model.
         format_name: Name of the format, videomae or hf.
         model: Entries of the VideoMAEConfig that do not concern the encoder.

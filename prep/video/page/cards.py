@@ -42,7 +42,7 @@ from clipmill.shards.reader import CommittedShard
 from clipmill.shards.score_fields import SCORES
 
 _JPEG_QUANTISER = 5  # range: 2 (best) to 31
-_DECODERS = {"av1": "libdav1d"}  # libav's own av1 decoder requires hardware
+_DECODERS = {"av1": "libdav1d"}  # libav's own av1 decoder requires hardware acceleration
 PREVIEW_S = 20.0  # maximum length of a preview
 EMBEDDED_BYTES = 8_000_000  # maximum total size of copies that are embedded in the pages
 COPIED_BYTES = 256_000_000  # maximum total size of clips that are copies of chunks

@@ -50,7 +50,7 @@ class Hole:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks ordered by video and start. Each array has one entry per chunk.
+    """Chunks ordered by video and start. Each array except `video_ids` has one entry per chunk.
 
     Attributes:
         video_ids: Distinct video IDs.

@@ -320,7 +320,7 @@ class LatentReader:
 
     @property
     def segment_s(self) -> float:
-        """Length of a full segment, seconds."""
+        """Length of a full segment, in seconds."""
         return float(self.num_frames / self.segments.records.shape.fps)
 
     def outcomes(self, blocks: Iterator[Block], loading: LoaderSettings) -> Iterator[LatentSample | FailedSample]:
@@ -384,7 +384,7 @@ class LatentReader:
         return self.segments.records.video_row[self._chunk[rows]].astype(np.int64)
 
     def span_us(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the start and end of segments in their videos, microseconds."""
+        """Return the start and end of segments in their videos, in microseconds."""
         chunk, frame = self._chunk[rows], self._frame[rows]
         return frame_times_us(self.segments.records, chunk, frame, num_frames=self.num_frames)
 

@@ -84,7 +84,7 @@ class LatentRecords:
     Attributes:
         shape: Shape of all latents.
         video_row: Row of the chunk's video in the list of videos.
-        start_ms: Start in the video, milliseconds.
+        start_ms: Start in the video, in milliseconds.
         num_frames: Number of latent frames.
         array_place: Place of the array, or of the member if it is compressed (clipmill.train.data.mapped_tars).
         header_bytes: Size of the npy header before the array; 0 for a compressed member.

@@ -39,7 +39,7 @@ def open_chunk_clips(
     Args:
         query: Query for the chunks. The `group` of its loading settings is the number of samples per clip in an epoch.
         same_frames: True to show the same moments, with different crops, in all samples of a clip.
-        segment_us: Length of the segments into which each chunk is divided, microseconds; None for one clip per chunk.
+        segment_us: Length, in microseconds, of the segments of each chunk; None for one clip per chunk.
             A remainder shorter than a quarter of this length is added to the last segment.
 
     Raises:
@@ -112,7 +112,7 @@ class ChunkParts:
         chunk: Row of the chunk that contains each part, int64 [N], ascending.
         begin_us, end_us: Span of each part in the video, microseconds, int64 [N].
         num_trimmed: Number of chunks that are omitted partly or completely.
-        lost_us: Total length of the omitted parts, microseconds.
+        lost_us: Total length of the omitted parts, in microseconds.
     """
 
     chunk: NDArray[np.int64]

@@ -123,7 +123,7 @@ class GivenMoments:
 
     Attributes:
         rows: Rows. Their spans must lie within their videos.
-        offsets_us: Offset of each frame, microseconds.
+        offsets_us: Offset of each frame, in microseconds.
     """
 
     rows: GivenRows
@@ -170,7 +170,7 @@ def open_given_moments(
         views: Rows for each camera; a single item if there is only one camera.
         chunks: Chunks of all videos.
         shape: Rules for cropping and resizing the frames.
-        offsets_us: Offset of each frame from the time of the row, microseconds. Offsets may be repeated.
+        offsets_us: Offset of each frame from the time of the row, in microseconds. Offsets may be repeated.
 
     Raises:
         UserError: A row refers to an unknown video, or to a video without chunks.
