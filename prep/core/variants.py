@@ -139,7 +139,7 @@ _RETRYABLE = TRANSIENT | SOURCE_AWAY | {FailureCode.ENCODE_FAILED}
 
 
 def lost_samples(data_dir: Path, column: str, *, variant: str, former_variant: str | None) -> list[Failure]:
-    """Return the failures that a retry may repair, and because of which a variant lacks samples of a former variant.
+    """Return the failures that a retry may repair, if they cost a variant samples that a former variant has.
 
     Args:
         variant: Name of the new variant.
