@@ -127,7 +127,7 @@ def xformers_kernel(operator: str) -> Kernel:
 
 
 def operator_reasons(error: NotImplementedError) -> str:
-    """Return, on one line, the first reason why xformers' dispatcher rejected each operator."""
+    """Return, on one line, why xformers' dispatcher rejected each operator, or the first line of another error."""
     reasons: dict[str, str] = {}
     operator = ""
     for line in str(error).splitlines():
@@ -138,7 +138,7 @@ def operator_reasons(error: NotImplementedError) -> str:
             reasons.setdefault(operator, re.sub(r" \(supported: .*", "", line.strip()))
     # Omit operators whose library is missing, because this reason does not help the user.
     parts = [f"{name}: {reason}" for name, reason in reasons.items() if "wasn't built" not in reason]
-    return "; ".join(["No operator found", *parts])
+    return "; ".join(["No operator found", *parts]) if reasons else first_line(error)
 
 
 def _flash_name(device: torch.device) -> str:

@@ -81,6 +81,10 @@ def kernel_of(call: Call, capability: tuple[int, int]) -> str:
             return operator_reasons(error)
 
 
+def test_other_errors_keep_their_text() -> None:
+    assert operator_reasons(NotImplementedError("SDPA has no kernel\nmore")) == "SDPA has no kernel"
+
+
 def table() -> str:
     """Return the tables of docs/models.md: the kernels with xformers' reasons, and the presets that make each call."""
     calls: dict[tuple[str, ...], dict[str, None]] = {}
