@@ -148,6 +148,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
             column,
             plan.variant_dir,
             data=request.data,
+            num_videos=plan.num_videos,
             has_ended=part_run is None or bool(part_run.is_last),
             gave_up=summary.gave_up is not None,
         )

@@ -18,6 +18,7 @@ from clipmill.manifests.publish import publish_bytes, remove_temporaries
 from clipmill.manifests.storage.mirrors import mirror_of
 from clipmill.prep.core.column import ColumnSpec, data_flags, recipe_differences, short_path
 from clipmill.prep.core.failure_list import codes_line, failure_lines, failure_values
+from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, ShardPlan, ShardState, folder_bytes
 from clipmill.prep.core.run import Summary
 from clipmill.prep.core.variants import lost_samples, stored_request
@@ -31,6 +32,7 @@ from clipmill.shards.opening import Damaged
 from clipmill.shards.reader import CommittedShard, Variant
 
 NOTHING_TO_DO = "nothing to do"
+REPAIR = "repair or replace the failed videos, then run: "  # precedes a command
 MAX_LISTED = 20
 _SHARD_ENDINGS = (".tar", ".tar.idx", ".index.arrow")
 _REASONS = {
@@ -225,7 +227,14 @@ def publish_page(path: Path, template: Path, **values: Any) -> int:
 
 
 def with_ending(
-    report: Report, column: ColumnSpec, variant_dir: Path, *, data: Path, has_ended: bool, gave_up: bool = False
+    report: Report,
+    column: ColumnSpec,
+    variant_dir: Path,
+    *,
+    data: Path,
+    num_videos: int,
+    has_ended: bool,
+    gave_up: bool = False,
 ) -> Report:
     """Append the totals of the variant and the next command to the report of a run.
 
@@ -235,6 +244,7 @@ def with_ending(
         column: Column of the run.
         variant_dir: Folder of the variant.
         data: Data folder as passed by the user.
+        num_videos: Number of videos in the plan. If most of them failed, repairing the videos is the next step.
         has_ended: False for a part that is not the last one, because another part will then finish the run.
         gave_up: True if the run ended before all shards were attempted.
     """
@@ -255,6 +265,7 @@ def with_ending(
     # The variant is usable even if some videos failed, unless a former variant is still the current one.
     is_done = has_ended and current == variant_dir.name and not gave_up
     next_command: Sequence[str] = ()
+    condition = ""
     if not_made := report.values.get("part", {}).get("not_made", {}):  # shards of parts that have ended
         next_command = shlex.split(column.command_line(stored_request(variant), data_dir=data))
         next_command = [*next_command, "--part", *not_made] if len(not_made) == 1 else next_command
@@ -268,6 +279,10 @@ def with_ending(
         if column.name in (VIDEO, LATENTS, TEXT):
             flag = f"add --variant {variant_dir.name} to the training command"
             lines.append(f"         to train on {variant_dir.name} as it is, {flag}")
+    elif is_done and TRANSIENT.intersection(report.values.get("failures", ())):
+        next_command = next_command or shlex.split(column.command_line(stored_request(variant), data_dir=data))
+    elif is_done and column.is_first and 2 * report.values["num_failed_videos"] > num_videos:
+        next_command, condition = next_command or retry_arguments(column, data=data), REPAIR
     elif num_samples and is_done:
         next_command = next_command or work_of(column).next_command(data)
     command = shlex.join(next_command) if next_command else None
@@ -275,7 +290,7 @@ def with_ending(
     if unused_bytes:
         gc = shlex.join(["prep", "gc", *data_flags(data)])
         lines.append(f"unused   {size_text(unused_bytes)} of earlier shards and variants; `{gc}` removes them")
-    lines += [] if command is None else [next_line(command)]
+    lines += [] if command is None else [next_line(f"{condition}{command}")]
     values = {
         "variant_dir": os.fspath(variant_dir),
         "current": current,

@@ -36,7 +36,7 @@ from clipmill.prep.core.failure_list import (
 from clipmill.prep.core.failures import TRANSIENT
 from clipmill.prep.core.other_splits import LostTime, lost_lines, stored_lost_times
 from clipmill.prep.core.plan import NUM_CHECK_THREADS, folder_bytes, problems_of
-from clipmill.prep.core.report import length_of, length_text, retry_arguments
+from clipmill.prep.core.report import REPAIR, length_of, length_text, retry_arguments
 from clipmill.prep.core.shard_result import ShardProgress, running_shards
 from clipmill.prep.core.tables import DamagedLayout, variants_of
 from clipmill.prep.core.variants import WHERE, lost_samples, read_selection, stored_request
@@ -65,6 +65,7 @@ class VariantStatus:
         num_samples: Number of samples in the committed shards. A sample is a chunk or, in the column `text`, a video.
         hours: Hours of video in the committed shards with a readable index; 0 for `text`.
         failures: Number of failures in the commits, keyed by failure code.
+        num_failed_videos: Number of videos with failures in the commits.
         num_wanted: Number of samples that the variant should have; None if unknown.
         num_running: Number of finished samples in shards that are not committed yet; None if no worker is running.
         where: Condition that selected the samples of the last run; None if the run selected all samples.
@@ -90,6 +91,7 @@ class VariantStatus:
     num_missing: int = 0
     num_unread: int = 0
     lost: dict[str, int] = field(default_factory=dict)
+    num_failed_videos: int = 0
     left_out: tuple[str, ...] = ()
     is_late: bool = False
     readers: tuple[str, ...] = ()
@@ -378,6 +380,7 @@ def _variant_status(
         num_samples=sum(shard.num_samples for shard in shards),
         hours=length.seconds / 3600,
         failures=dict(codes.most_common()),
+        num_failed_videos=len({failure.video_id for failure in _failures(variant)}),
         num_wanted=pending.num_wanted,
         num_running=num_done if progress else None,
         where=where,
@@ -554,9 +557,10 @@ def _next_step(status: Status) -> str | None:
     first = next(iter(statuses))
     if status.videos is None and not first.variants:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
-    if first.current_status is None or not first.current_status.num_samples:
+    videos, current = status.videos, first.current_status
+    num_failed = 0 if current is None or videos is None else current.num_failed_videos + sum(videos.unusable.values())
+    if current is None or not (current.num_samples or num_failed):
         return _command_of(first, status.data_dir)
-    videos = status.videos
     if videos is not None and (videos.num_not_probed or videos.num_to_read):
         return _command_of(first, status.data_dir)
     if videos is not None and videos.is_indexed and videos.lost:
@@ -566,6 +570,10 @@ def _next_step(status: Status) -> str | None:
         is_incomplete = column.problems or column.stale_because or column.to_make or column.file_problems
         if is_incomplete or column.num_orphaned or TRANSIENT.intersection(failures):
             return _command_of(column, status.data_dir)
+        if column is first and videos is not None and 2 * num_failed > videos.num_videos:
+            return REPAIR + shlex.join(retry_arguments(column_named(first.column), data=status.data_dir))
+    if not current.num_samples:
+        return _command_of(first, status.data_dir)
     unfinished = [column for column in statuses if any(variant.lost for variant in column.variants)]
     if unfinished:
         return shlex.join(retry_arguments(column_named(unfinished[-1].column), data=status.data_dir))

@@ -447,7 +447,7 @@ def plan_report(full_plan: PlanWithInputs) -> Report:
         command = shlex.join(retry_arguments(COLUMN, data=full_plan.data_dir))
         lines.append(next_line(command))
     else:
-        is_incomplete = failures or (lost_sources and column is INDEX)
+        is_incomplete = failures or not plan.num_chunks or (lost_sources and column is INDEX)
         lines.append(f"{NOTHING_TO_DO} until the sources can be read again" if is_incomplete else NOTHING_TO_DO)
     values = {
         "variant": plan.recipe.variant,

@@ -11,6 +11,7 @@ import pytest
 from clipmill.prep.core.failures import FailureCode
 from clipmill.prep.core.plan import ShardPlan, ShardState
 from clipmill.prep.core.run import unchanged_failures
+from clipmill.prep.video.ffmpeg import find_ffmpeg
 from clipmill.shards.commits import Commit, Failure, write_commit
 from tests.prep.running import Ran, manifest, prep_here
 
@@ -75,23 +76,43 @@ def test_status_has_no_next_training_while_a_plan_has_work(videos: Path, tmp_pat
     def next_command() -> str:
         return prep_here("status", "--data", data).stdout.splitlines()[-1].removeprefix("next      ")
 
-    def run(status: int = 0) -> None:
-        prep_here("chunk", "--data", data, *LEN, status=status)
-        assert next_command().startswith("train ")
+    train, repair = (
+        f"train quickstart {data}",
+        f"repair or replace the failed videos, then run: prep retry --data {data}",
+    )
+
+    def run(next_step: str, *, status: int = 0) -> None:
+        ran = prep_here("chunk", "--data", data, *LEN, status=status)
+        assert ran.stdout.splitlines()[-1] == f"next     {next_step}" and next_command() == next_step
         assert "nothing to do" in prep_here("plan", "--data", data, *LEN[:-4]).stdout
 
     table.write_text("video,text\nwhole,first\n")
     manifest(data, videos, "--captions", table)
-    run(1)
+    run(repair, status=1)  # two of three videos failed, so training on the third is not the next step
     table.write_text("video,text\nwhole,second\n")
     manifest(data, videos, "--captions", table)
     assert next_command().startswith("prep chunk ")
-    run()
+    run(repair)
     whole = (videos / "whole.mp4").read_bytes()
     (videos / "cut.mp4").write_bytes(whole)  # the file is repaired
     assert next_command().startswith("prep chunk ")
-    run()
+    run(train)
     (videos / "cut.mp4").unlink()
     manifest(data, videos, "--captions", table)
     assert next_command().startswith("prep chunk ")
-    run()
+    run(train)
+
+
+def test_a_failure_that_can_pass_makes_the_same_command_the_next_one(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, program = tmp_path / "data", tmp_path / "ffmpeg"
+    program.write_text(f'#!/bin/sh\nulimit -f 1\nexec {find_ffmpeg().path} "$@"\n')
+    program.chmod(0o755)
+    manifest(data, videos)
+    monkeypatch.setenv("CLIPMILL_FFMPEG", str(program))
+    ran = prep_here("chunk", "--data", data, *LEN, status=1)
+    assert "file size limit" in ran.stdout
+    command = f"prep chunk --len 1s --preset ultrafast --short-side 32 --data {data}"
+    assert ran.stdout.splitlines()[-1] == f"next     {command}"
+    assert prep_here("status", "--data", data).stdout.splitlines()[-1] == f"next      {command}"

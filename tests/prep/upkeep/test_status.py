@@ -249,7 +249,8 @@ def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) ->
 
 def test_failures_that_may_be_gone_are_tried_again_before_training(prep: Prep, shard_set: ShardSet) -> None:
     commit = read_commit(commit_path(shard_set.variant, 0))
-    for code, command in (("decode_errors", "train quickstart"), ("disk_full", "prep chunk --len 2s")):
+    repair = "repair or replace the failed videos, then run: prep retry"  # the text file failed, too: two of three
+    for code, command in (("decode_errors", repair), ("disk_full", "prep chunk --len 2s")):
         failure = Failure("long", "long_000002000", code, "why")
         write_commit(shard_set.variant, Commit(**{**vars(commit), "failures": (failure,)}))
         assert prep("status", "--data", shard_set.data).stdout.splitlines()[-1].startswith(f"next      {command} ")
@@ -268,8 +269,10 @@ def test_the_next_step_keeps_the_settings_of_a_set_without_chunks(prep: Prep, tm
     videos.mkdir()
     (videos / "text.mp4").write_text("not a video")
     manifest(data, videos)
-    prep("chunk", "--len", "1s", "--data", data, "--engine", "processes", status=1)
-    assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
+    ran = prep("chunk", "--len", "1s", "--data", data, "--engine", "processes", status=1)
+    repair = f"repair or replace the failed videos, then run: prep retry --data {data}"
+    assert f"next     {repair}\n" in ran.stdout and f"next      {repair}\n" in prep("status", "--data", data).stdout
+    assert "nothing to do until the sources can be read" in prep("plan", "--len", "1s", "--data", data).stdout
     # The command stays the same if no variant is current. Without the recipe, there is no guess.
     (data / "dataset.json").unlink()
     assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
