@@ -1,4 +1,4 @@
-"""Show the progress of long work on standard error.
+"""Show the progress of long-running work on standard error.
 
 A terminal shows one line, which rich redraws several times a second and erases at the end. A log gets its first line
 after half a second of work, then a line every ten seconds, and a line every minute after two minutes. Each line of a

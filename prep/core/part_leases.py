@@ -38,7 +38,7 @@ class PartLeases:
             raise column_locked_error(self._copy.folder, self._column, holder=holder)
 
     def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return "": parts leave no text, because new objects are visible immediately."""
+        """Wait for this part's turn. Return "": parts leave no text, because new objects are visible immediately."""
         turn = Lease(
             self._copy.objects, f".{self._column}.parts.lock", resource=f"parts of {self._copy.url}", note=activity
         )

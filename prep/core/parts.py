@@ -135,7 +135,7 @@ class PartLocks(Protocol):
         """
 
     def take_turn(self, activity: str, *, on_wait: Callable[[str], object]) -> str:
-        """Wait for the turn, and return the text that the previous part left.
+        """Wait for this part's turn, and return the text that the previous part left.
 
         Args:
             activity: Description of what this part does during the turn, shown to waiting parts.
@@ -419,7 +419,7 @@ class PartRun:
         self._leave_turn()
 
     def end(self) -> bool:
-        """Wait for the turn, and return True if this is the last part. The last part must then finish the run."""
+        """Wait for this part's turn. Return True if this is the last part, which must then finish the run."""
         if self.is_last is None:
             self._take_turn("ending")
             self.num_running = len(self._locks.list_running())

@@ -1,4 +1,4 @@
-"""Driver of any column: make the shards of a plan that need work, then update the lists and the current variant.
+"""Driver for any column: make the shards of a plan that need work, then update the lists and the current variant.
 
 Only commits record the progress of a run, so a run can be killed and restarted at any time.
 """

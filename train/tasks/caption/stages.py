@@ -12,7 +12,7 @@ the tokens. Parameters have the same names as in the complete captioner. The tok
 and the last layer of the decoder. If these layers are in different stages, each stage has a copy.
 
 Shape suffixes: V videos, N video tokens, R rows of text (grouped by video), L text tokens, D width, W size of the
-vocabulary.
+vocabulary. In `video_VCTHW`: C channels, T frames, H and W height and width.
 """
 
 import re
