@@ -91,7 +91,7 @@ class Captioner(Protocol):
 
 
 def decode_pictures(content: ChunkContent, *, count: int, size: int) -> list[Picture]:
-    """Decode up to `count` evenly spaced frames of a chunk, and scale down frames with a longer side above `size` px.
+    """Decode up to `count` evenly spaced frames of a chunk, and scale down frames whose longer side exceeds `size` px.
 
     Raises:
         SourceFailure: The chunk cannot be decoded.
@@ -278,7 +278,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Answer]]:
 
 
 class Journal:
-    """Journal of the answers for a shard. It is a context manager and thread-safe.
+    """Journal of the answers for a shard: a thread-safe context manager.
 
     Args:
         path: Path of the journal.

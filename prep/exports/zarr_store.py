@@ -150,10 +150,13 @@ def _segment_shape(latents: ColumnArrays, samples: NDArray[np.int64], segment: s
     first = layouts[0]
     if len(layouts) > 1 or first["dtype"] != "float16":
         shapes = " and ".join(
-            f"{layout['dtype']} {layout['channels']}x{layout['height']}x{layout['width']}" for layout in layouts
+            f"{layout['dtype']} {layout['channels']}x{layout['height']}x{layout['width']} at "
+            f"{layout['fps_num'] / layout['fps_den']:g} fps"
+            for layout in layouts
         )
         raise UserError(
-            f"a Zarr store needs float16 latents of one shape, but {latents.variant.directory} contains {shapes}",
+            f"a Zarr store needs float16 latents of one shape and frame rate, but {latents.variant.directory} contains "
+            f"{shapes}",
             hint="make all latents with the same settings and --dtype float16",
         )
     seconds = parse_length(segment, flag="--segment")

@@ -1,4 +1,4 @@
-"""Bank of the column `text`: a temporary store for embeddings that are not in a shard yet.
+"""Bank of the column `text`: a temporary store for the embeddings that a run writes to shards.
 
 In this module, an embedding is either one vector (CLIP) or a sequence of vectors (T5); the rows of a text are its
 vectors. The bank is the folder `<variant>/bank/`. It contains blocks: Arrow files with the digests and rows of texts. A
@@ -177,7 +177,7 @@ def copy_embeddings(variant_dir: Path, *, missing_digests: np.ndarray, bank_dir:
     Damaged members and shards are skipped. Their texts are encoded again.
 
     Args:
-        missing_digests: Digests of the texts whose embeddings to copy, in ascending order, DIGESTS [texts].
+        missing_digests: Digests of the texts whose embeddings are to be copied, in ascending order, DIGESTS [texts].
         bank_dir: Folder of the bank.
         width: Embedding dimension.
 

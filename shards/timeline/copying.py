@@ -38,7 +38,7 @@ def write_continuous(
     """Copy the packets of a source to a file, with the timestamps of its timeline; return the timeline of the copy.
 
     Nothing is re-encoded. If timestamps restart, the source has several parts, and the first audio stream keeps its
-    offset to the video of the same part.
+    offset from the video of the same part.
 
     Args:
         keeps_audio: True to copy the first audio stream as well.

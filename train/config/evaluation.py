@@ -31,7 +31,7 @@ class EvaluatedData:
         shards: Data folder; None for the data folder of the run.
         split: Split to evaluate on.
         protocol: Evaluation protocol, for tasks with several protocols; None for the default protocol of the task.
-        is_named: False if --evaluate.shards is not set, and the data are one of several training data folders.
+        is_named: False if --evaluate.shards is not set, and the training set has several folders.
     """
 
     name: str
@@ -52,7 +52,8 @@ class EvaluatedData:
             yield
         except UserError as error:
             if not self.is_named:
-                hint = f"{error.hint or ''}; or select the data to evaluate with --evaluate.shards".removeprefix("; ")
+                alternative = "select the data to evaluate with --evaluate.shards"
+                hint = f"{error.hint}; or {alternative}" if error.hint else alternative
                 raise UserError(f"evaluation of {self.shards}: {error}", hint=hint, flags=error.flags) from error
             prefix, names = "", {"--split": "--evaluate.split"}
             if self.shards is not None:

@@ -23,9 +23,9 @@ class Batches:
     """Batches of a split for one process, as `open_clips`, `read_clips` and `open_latents` return them.
 
     `for batch in batches` is an epoch: `len(batches)` batches of equal size, the same number on every rank. Samples
-    that do not fill a batch come first in the next iteration, so, as in the training commands, no sample is dropped or
-    repeated. With `shuffle=False`, an iteration yields every sample once, in order, and the last batch may be smaller. A
-    stream of tars has no length and, with `shuffle=True`, no end.
+    that do not fill a batch come first in the next iteration, so no sample is dropped or repeated, as in the
+    training commands. With `shuffle=False`, an iteration yields every sample once, in order, and the last batch may be
+    smaller. A stream of tars has no length and, with `shuffle=True`, no end.
 
     A batch is a dictionary that contains lists of strings, and tensors (arrays if `device` is None; docs/python.md). A
     batch belongs to the caller and is never overwritten.

@@ -44,7 +44,7 @@ class DualEncoderSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the model that weights belong to. They take precedence over --model and the size of the samples.
+    """Dimensions of the model that provides the weights. They take precedence over --model and the size of the samples.
 
     Attributes:
         size: Dimensions of the towers.

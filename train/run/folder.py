@@ -54,7 +54,7 @@ def data_facts(run_shards: Shards, shards: str | None) -> dict[str, Any]:
 
     Returns:
         `shards`, the address of the data; `is_own_data`, True for the run's own data; and `is_part_of_own_data`,
-        present only if the data are one of several data folders of the run.
+        present only if the data are one folder of a run with several data folders.
     """
     folders = [normalise_address(folder) for folder in folders_of(run_shards)]
     if shards is None:
