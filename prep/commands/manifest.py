@@ -304,9 +304,8 @@ def write_dataset(
     if not reading.videos.num_rows:
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
-    if manifest_text.unused_files(reading):
-        # Writing the dataset would replace the existing captions, and their IDs would be lost.
-        raise FailedWork(manifest_text.unused_text(reading))
+    # Writing a dataset without usable rows would replace the existing captions, and their IDs would be lost.
+    manifest_text.require_usable_rows(reading, as_json=into.as_json)
     try:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -420,8 +419,7 @@ def add_captions(
         videos = read_videos(folder)
         limits = Limits(ends_of_videos(folder, videos), chunk_finder(folder, videos))
         content = read_caption_tables(tables, videos=videos, dataset=FURTHER, source=source, limits=limits)
-        if manifest_text.unused_files(content.reading):
-            raise FailedWork(manifest_text.unused_text(content.reading))
+        manifest_text.require_usable_rows(content.reading, as_json=json)
         captions, num_dropped = _select_captions(
             content.reading.captions, min_likelihood=min_likelihood, drop_duplicates=drop_duplicates
         )

@@ -1,5 +1,6 @@
 """Text and JSON output of `prep manifest`."""
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,12 @@ import pyarrow.compute as pc
 from clipmill.manifests.adapters.annotations import Reason
 from clipmill.manifests.adapters.reading import Reading
 from clipmill.manifests.adapters.table_formats import TEXT_SUFFIXES
-from clipmill.manifests.errors import UserError
+from clipmill.manifests.errors import FailedWork, UserError
 from clipmill.manifests.formatting import count_noun, on_one_line
 from clipmill.manifests.store import REJECTED_LIST
 from clipmill.manifests.write import WriteResult
 from clipmill.prep.core.column import data_flags
-from clipmill.prep.core.failure_list import FailureEntry, entry_lines, entry_values, first_rejected
+from clipmill.prep.core.failure_list import MAX_ENTRIES, FailureEntry, entry_lines, entry_values, first_rejected
 from clipmill.prep.registry import column_named
 from clipmill.shards.columns import INDEXED, VIDEO, command_for
 from clipmill.shards.dataset import current_variant
@@ -133,14 +134,18 @@ def written_values(
     }
 
 
-def unused_files(reading: Reading) -> list[str]:
-    """Return the annotation files without usable rows."""
-    return [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
+def require_usable_rows(reading: Reading, *, as_json: bool) -> None:
+    """Check that every annotation file has a usable row.
 
+    Args:
+        as_json: True to print all rejected rows of a file without usable rows as JSON before the error.
 
-def unused_text(reading: Reading) -> str:
-    """Return the reasons why no row in `unused_files` is usable, the first few rejected rows, and advice."""
-    files = unused_files(reading)
+    Raises:
+        FailedWork: A file has no usable row. The message has reasons, the first few rejected rows, and advice.
+    """
+    files = [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
+    if not files:
+        return
     is_unused = pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string()))
     for file in files:  # a path may be a folder of annotation files
         is_unused = pc.or_(is_unused, pc.starts_with(reading.rejected["file"], pattern=f"{file}/"))
@@ -151,6 +156,11 @@ def unused_text(reading: Reading) -> str:
     counts = {entry["values"]: entry["counts"] for entry in rejected["reason"].value_counts().to_pylist()}
     lines += [f"{_INDENT}{reason}: {count}" for reason, count in sorted(counts.items())]
     lines += entry_lines(first_rejected(rejected), num_all=rejected.num_rows, list_path=None, indent=_INDENT)
+    if as_json:
+        entries = rejected.set_column(rejected.column_names.index("row"), "entry", pc.add(rejected["row"], 1))
+        print(json.dumps({"rejected": entries.to_pylist()}, indent=1))
+    elif rejected.num_rows > MAX_ENTRIES:
+        lines[-1] += "; run the same command with --json for all of them"
     malformed = rejected.filter(pc.equal(rejected["reason"], Reason.MALFORMED_ROW))["file"].to_pylist()
     if not any(Path(file).suffix.lower() in TEXT_SUFFIXES for file in malformed):
         counts.pop(Reason.MALFORMED_ROW, None)  # the advice applies only to CSV files
@@ -159,7 +169,7 @@ def unused_text(reading: Reading) -> str:
         advice.insert(0, f"the video files have names such as {on_one_line(reading.example_file)}")
     if len(files) < len(reading.num_rows_used):
         advice.append("omit annotation files whose videos are not available")
-    return "\n".join([*lines, *(f"{_INDENT}hint: {text}" for text in advice)])
+    raise FailedWork("\n".join([*lines, *(f"{_INDENT}hint: {text}" for text in advice)]))
 
 
 def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:

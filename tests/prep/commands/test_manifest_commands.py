@@ -195,6 +195,20 @@ def test_lost_captions_are_named_with_what_to_do(
     assert not (tmp_path / "data").exists()
 
 
+def test_all_rejected_rows_of_a_table_without_a_usable_one_can_be_seen(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest stays, and with it its list of rejected rows; --json prints the list of the failed command."""
+    (table := tmp_path / "t.csv").write_text("video,text\n" + "".join(f"x{number},text\n" for number in range(9)))
+    command = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
+    assert run(*command) == 1
+    assert "  and 4 more; run the same command with --json for all of them\n" in capsys.readouterr().err
+    assert run(*command, "--json") == 1
+    entries = json.loads(capsys.readouterr().out)["rejected"]
+    assert [(entry["entry"], entry["source_id"]) for entry in entries] == [(n + 1, f"x{n}") for n in range(9)]
+    assert not (tmp_path / "data").exists()
+
+
 def test_one_of_several_annotation_files_that_brings_nothing_fails(
     videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
