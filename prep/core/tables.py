@@ -88,9 +88,10 @@ def read_table_file(
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ValueError(str(error)) from error  # Thrift reports a damaged footer as an OSError without errno
+        # Thrift reports a damaged footer as an OSError without errno.
+        raise ValueError(str(error).removesuffix(".")) from error
     except pa.ArrowException as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error).removesuffix(".")) from error
     fields = [schema.field(name) for name in verified_columns]
     return pa.table(verified_columns, schema=pa.schema(fields, metadata=metadata or None))
 

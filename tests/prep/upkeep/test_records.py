@@ -150,7 +150,7 @@ def test_a_layout_with_a_history_is_found_again_in_the_commits(
     before, sound = read_layout(path), contents(data)
     path.write_bytes(path.read_bytes()[:-20])
     told = prep("plan", "--data", data, "--json", *LEN)
-    assert told.summary["work"] == [] and "using the layout recorded in the commits" in told.stderr
+    assert told.summary["work"] == [] and "file; using the layout recorded in the commits\n" in told.stderr
     prep("chunk", "--data", data, "--engine", "processes", *LEN)
     after = contents(data)
     assert {name for name in sound if after[name] != sound[name]} <= {"layout/2s-keep.parquet"}
