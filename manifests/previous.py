@@ -117,14 +117,15 @@ def read_previous(
 
 def stable_ids(
     previous: PreviousManifest, captions: pa.Table, *, is_replaced: Selection | None
-) -> tuple[np.ndarray, int]:
+) -> tuple[np.ndarray, int, int]:
     """Assign IDs to new captions. A new caption that equals a replaced caption gets that caption's ID.
 
     Args:
         is_replaced: Function that selects the previous captions to replace. None replaces no captions.
 
     Returns:
-        The IDs of `captions`, int64[N], and the first ID that is still free.
+        The IDs of `captions`, int64[N], the first ID that is still free, and the number of captions that equal an
+        earlier caption in `captions`.
     """
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
@@ -138,7 +139,9 @@ def stable_ids(
         old_ids=np.concatenate(old_ids),
         next_id=previous.next_caption_id if previous.damage is None else 0,
     )
-    return ids, max(next_id, previous.next_caption_id)
+    first_lane, part = hashes[:, 0], _part_numbers(hashes)
+    num_distinct = sum(len(np.unique(first_lane[part == number])) for number in range(_NUM_PARTS))
+    return ids, max(next_id, previous.next_caption_id), len(hashes) - num_distinct
 
 
 def _common_fingerprint(folder: Path) -> str | None:

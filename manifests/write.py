@@ -71,6 +71,7 @@ class WriteResult:
     Attributes:
         folder: Folder of the manifest.
         num_captions_lost: Number of captions that were lost because their videos are missing or rejected.
+        num_captions_repeated: Number of captions that equal an earlier caption: video, times, source and text.
         num_rejected: Number of rejected files and rows, by reason.
         num_files_rejected: Number of rejected files, not counting individually rejected rows.
         num_splits_changed: Number of videos whose split differs from their split in the previous manifest.
@@ -84,6 +85,7 @@ class WriteResult:
     num_videos: int
     num_captions: int
     num_captions_lost: int
+    num_captions_repeated: int
     num_rejected: dict[str, int]
     num_files_rejected: int
     num_videos_added: int
@@ -139,7 +141,7 @@ def write_manifest(
     video_rows = find_rows(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
         raise ValueError("captions refer to a video that is not in the table of videos")
-    ids, next_id = stable_ids(
+    ids, next_id, num_repeated = stable_ids(
         old,
         captions,
         is_replaced=(lambda table: find_rows(table["video_id"], dataset_ids) >= 0) if len(dataset_ids) else None,
@@ -210,6 +212,7 @@ def write_manifest(
         num_videos=videos.num_rows,
         num_captions=captions.num_rows,
         num_captions_lost=num_captions_lost,
+        num_captions_repeated=num_repeated,
         num_rejected=reasons,
         num_files_rejected=rejected["row"].null_count,
         num_videos_added=videos.num_rows - num_kept,
@@ -441,7 +444,7 @@ def _publish(
 ) -> np.ndarray:
     """Replace the captions of `replaced_sources`, and return the IDs of the new captions, int64[N]."""
     is_replaced = select_sources(replaced_sources)
-    ids, next_id = stable_ids(old, captions, is_replaced=is_replaced if replaced_sources else None)
+    ids, next_id, _ = stable_ids(old, captions, is_replaced=is_replaced if replaced_sources else None)
     old_captions = FurtherCaptions.read(old)
     new_captions = old_captions.drop_sources(replaced_sources).append_captions(captions, ids=ids, records=records)
     if (find_rows(captions["video_id"], old.videos["video_id"]) < 0).any():

@@ -326,11 +326,15 @@ def write_dataset(
             allows_removal=into.allows_removal,
         )
         rejected = first_rejected(read_rejected_rows(data), dataset=dataset) if written.num_rejected else []
+    notes = list(reading.notes)
+    if count := written.num_captions_repeated:
+        equal = "equals an earlier caption" if count == 1 else "equal earlier captions"
+        notes.append(f"{count_noun(count, 'caption')} {equal} in video, times, source and text; all are kept")
     if into.as_json:
-        values = manifest_text.written_values(written, rejected=rejected, notes=reading.notes)
+        values = manifest_text.written_values(written, rejected=rejected, notes=notes)
         print(json_module.dumps(values, indent=1, sort_keys=True))
     else:
-        print(manifest_text.written_text(written, rejected=rejected, notes=reading.notes))
+        print(manifest_text.written_text(written, rejected=rejected, notes=notes))
         if has_next:
             print(f"next: {manifest_text.chunk_command(data)}")
 

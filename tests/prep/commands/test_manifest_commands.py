@@ -209,6 +209,17 @@ def test_all_rejected_rows_of_a_table_without_a_usable_one_can_be_seen(
     assert not (tmp_path / "data").exists()
 
 
+def test_equal_captions_are_kept_and_noted(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (table := tmp_path / "t.csv").write_text("video,text,begin_s,end_s\na,dup,0,1\na,dup,0,1\na,dup,1,2\na,dup,0,1\n")
+    command = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
+    assert run(*command) == 0
+    text = capsys.readouterr().out
+    assert "4 captions (4 new)" in text
+    assert "note: 2 captions equal earlier captions in video, times, source and text; all are kept\n" in text
+    table.write_text("video,text\na,dup\na,other\n")
+    assert run(*command) == 0 and "all are kept" not in capsys.readouterr().out
+
+
 def test_one_of_several_annotation_files_that_brings_nothing_fails(
     videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
