@@ -67,8 +67,8 @@ def plan_command(column: ColumnSpec) -> Callable[..., None]:
         try:
             work.require(settings)
         except UserError as error:  # another machine may run the plan, so this is not an error
-            hint = f"\nhint: {error.hint}" if error.hint else ""
-            sys.stderr.write(f"warning: `prep {column.command}` cannot start on this machine: {error}{hint}\n")
+            warning = f"warning: `prep {column.command}` cannot start on this machine: {error}"
+            sys.stderr.write("\n".join([warning, *error.__notes__, ""]))
         show(report, json=request.json)
 
     help = column.plan_help or (

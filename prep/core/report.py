@@ -157,14 +157,16 @@ def summary_report(
     """
     lines = [f"variant  {summary.variant}"]
     if summary.num_shards_made and summary.failures and not summary.num_encoded + summary.num_reused:
-        skipped = f"{count_noun(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
-        lines.append(f"made     no chunks in {count_noun(summary.num_shards_made, 'shard')}: {skipped}")
+        lines.append(
+            f"made     no chunks in {count_noun(summary.num_shards_made, 'shard')}: "
+            f"{count_noun(summary.num_failed_videos, 'video')} skipped ({', '.join(summary.failures_by_code())})"
+        )
     elif summary.num_shards_made:
         empty = f", and {summary.num_shards_empty:,} without chunks" if summary.num_shards_empty else ""
-        made = count_noun(summary.num_shards_made - summary.num_shards_empty, "shard")
         size = f", {size_text(summary.num_bytes_written)}" if summary.num_bytes_written else ""
         lines.append(
-            f"made     {made}{empty}: {count_noun(summary.num_encoded, 'chunk')} {verb.removesuffix('e')}ed,"
+            f"made     {count_noun(summary.num_shards_made - summary.num_shards_empty, 'shard')}{empty}:"
+            f" {count_noun(summary.num_encoded, 'chunk')} {verb.removesuffix('e')}ed,"
             f" {summary.num_reused:,} copied{size}"
         )
         lines += [f"speed    {speed}"] if speed else []
@@ -253,22 +255,24 @@ def with_ending(
     num_samples = sum(file.num_samples for file in files)
     num_bytes = sum(file.tar_bytes + file.index_bytes for file in files)
     length = length_of(variant) if column.has_hours else None
-    video_length = ""
-    if length is not None:
-        video_length = f" ({length_text(length.seconds, num_unread=length.num_unread)})"
-    folder = short_path(variant_dir)
+    video_length = "" if length is None else f" ({length_text(length.seconds, num_unread=length.num_unread)})"
     lines = [
         f"total    {count_noun(num_samples, column.sample)}{video_length} in {count_noun(len(files), 'shard')},"
-        f" {size_text(num_bytes)}: {folder}"
+        f" {size_text(num_bytes)}: {short_path(variant_dir)}"
     ]
     current = current_variant(variant_dir.parent.parent, column.name)
     # The variant is usable even if some videos failed, unless a former variant is still the current one.
     is_done = has_ended and current == variant_dir.name and not gave_up
     next_command: Sequence[str] = ()
-    condition = ""
-    if not_made := report.values.get("part", {}).get("not_made", {}):  # shards of parts that have ended
+    # The same command makes shards of parts that have ended, and retries failures that may not occur again.
+    if (not_made := report.values.get("part", {}).get("not_made", {})) or (
+        is_done and TRANSIENT.intersection(report.values.get("failures", ()))
+    ):
         next_command = shlex.split(column.command_line(stored_request(variant), data_dir=data))
         next_command = [*next_command, "--part", *not_made] if len(not_made) == 1 else next_command
+    needs_repair = (
+        is_done and not next_command and column.is_first and 2 * report.values["num_failed_videos"] > num_videos
+    )
     if has_ended and current is not None and current != variant_dir.name:
         next_command = next_command or retry_arguments(column, data=data)
         lost = lost_samples(variant_dir.parent.parent, column.name, variant=variant_dir.name, former_variant=current)
@@ -277,20 +281,20 @@ def with_ending(
             f"         to complete {variant_dir.name} and make it the current one, run: {shlex.join(next_command)}",
         ]
         if column.name in (VIDEO, LATENTS, TEXT):
-            flag = f"add --variant {variant_dir.name} to the training command"
-            lines.append(f"         to train on {variant_dir.name} as it is, {flag}")
-    elif is_done and TRANSIENT.intersection(report.values.get("failures", ())):
-        next_command = next_command or shlex.split(column.command_line(stored_request(variant), data_dir=data))
-    elif is_done and column.is_first and 2 * report.values["num_failed_videos"] > num_videos:
-        next_command, condition = next_command or retry_arguments(column, data=data), REPAIR
-    elif num_samples and is_done:
-        next_command = next_command or work_of(column).next_command(data)
+            lines.append(
+                f"         to train on {variant_dir.name} as it is, add --variant {variant_dir.name} to the training"
+                " command"
+            )
+    elif is_done and not next_command and (num_samples or needs_repair):
+        next_command = retry_arguments(column, data=data) if needs_repair else work_of(column).next_command(data)
     command = shlex.join(next_command) if next_command else None
     unused_bytes = _unused_bytes(variant, files, data=data, column=column.name) if is_done else 0
     if unused_bytes:
-        gc = shlex.join(["prep", "gc", *data_flags(data)])
-        lines.append(f"unused   {size_text(unused_bytes)} of earlier shards and variants; `{gc}` removes them")
-    lines += [] if command is None else [next_line(f"{condition}{command}")]
+        lines.append(
+            f"unused   {size_text(unused_bytes)} of earlier shards and variants; "
+            f"`{shlex.join(['prep', 'gc', *data_flags(data)])}` removes them"
+        )
+    lines += [] if command is None else [next_line(f"{REPAIR if needs_repair else ''}{command}")]
     values = {
         "variant_dir": os.fspath(variant_dir),
         "current": current,
@@ -313,8 +317,10 @@ def why_unfinished(column: ColumnSpec, variant_dir: Path, *, current: str) -> st
     command = shlex.join(retry_arguments(column, data=data))
     with suppress(UserError):  # the recipe was written by a different version of clipmill
         command = command if lost else column.command_line(stored_request(Variant(variant_dir)), data_dir=data)
-    reason = _why_not_current(variant_dir.name, lost)
-    return f"{current} stays the current variant: {reason}; to complete {variant_dir.name}, run: {command}"
+    return (
+        f"{current} stays the current variant: {_why_not_current(variant_dir.name, lost)}; "
+        f"to complete {variant_dir.name}, run: {command}"
+    )
 
 
 def retry_arguments(column: ColumnSpec, *, data: Path) -> list[str]:

@@ -33,6 +33,10 @@ THREADS_VARIABLE = "CLIPMILL_WORKER_THREADS"  # environment variable that the Ra
 _PR_SET_PDEATHSIG = 1
 # Signals that a faulty program receives from the kernel or sends to itself. Other signals come from other programs.
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_PROBABLE_CAUSES = {
+    signal.SIGKILL.value: "out of memory?",
+    signal.SIGXFSZ.value: "SIGXFSZ: the file size limit of the shell, see `ulimit -f`",
+}
 
 Check = Callable[[], str | None]  # called in a worker; returns the reason why the worker must not get tasks, or None
 
@@ -126,11 +130,8 @@ def exit_reason(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"exit status {exit_code}"
     number = -exit_code
-    if number == signal.SIGKILL:
-        return f"signal {number} (out of memory?)"
-    name = next((named.name for named in signal.Signals if named == number), "no name")
-    cause = ": the file size limit of the shell, see `ulimit -f`" if number == signal.SIGXFSZ else ""
-    return f"signal {number} ({name}{cause})"
+    names = {named.value: named.name for named in signal.Signals}
+    return f"signal {number} ({_PROBABLE_CAUSES.get(number) or names.get(number, 'no name')})"
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

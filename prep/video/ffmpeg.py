@@ -353,9 +353,12 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
     elif outcome.return_code == 128 + signal.SIGKILL:
         signal_number = signal.SIGKILL
     if signal_number is not None:
-        code = loss_code(crashed=signal_number in CRASH_SIGNALS)
-        code = FailureCode.IO_ERROR if signal_number == signal.SIGXFSZ else code  # a file reached its size limit
-        raise SourceFailure(code, f"ffmpeg ended with {exit_reason(-signal_number)}")
+        raise SourceFailure(
+            FailureCode.IO_ERROR  # a file reached its size limit
+            if signal_number == signal.SIGXFSZ
+            else loss_code(crashed=signal_number in CRASH_SIGNALS),
+            f"ffmpeg ended with {exit_reason(-signal_number)}",
+        )
     patterns = _LOSSES if outcome.return_code == 0 else (*_SYSTEM_ERRORS, *_DAMAGE)
     for pattern, code in patterns:
         if re.search(pattern, text):
