@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from clipmill.manifests.errors import UserError
-from clipmill.train.run.checkpoint import checkpoint_name
 from clipmill.train.run.folder import RunFolder, keep_lines, read_lines, read_object
 
 
@@ -67,8 +66,8 @@ def test_a_folder_may_be_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "3", "[" * 200_000, "{}", '{"task": 3}', '{"task": "mae", "variants": 5}']
-    + [f'{{"task": "mae", "{name}": [1]}}' for name in ("evaluated_variants", "sources", "evaluations")],
+    ["", "{", "[]", "3", "[" * 200_000, '{"task": 3}', '{"task": "mae", "variants": 5}']
+    + [f'{{"task": "mae", "{name}": [1]}}' for name in ("variants", "evaluated_variants", "sources", "evaluations")],
 )
 def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     run = RunFolder(tmp_path)
@@ -84,9 +83,10 @@ def test_facts_that_have_to_be_there_are_said_to_be_missing(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"run\.json is missing") as caught:
         RunFolder(tmp_path).require_facts()
     assert "restore" in (caught.value.hint or "")
-    (RunFolder(tmp_path).checkpoints / checkpoint_name(1)).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"run\.json is missing"):
-        RunFolder(tmp_path).read_facts()  # a run with a checkpoint had a run.json
+    RunFolder(tmp_path).facts.write_text('{"task": "mae"}')
+    assert RunFolder(tmp_path).require_facts("task") == {"task": "mae"}
+    with pytest.raises(UserError, match="has no valid entry 'variants'"):
+        RunFolder(tmp_path).require_facts("task", "variants")
 
 
 def test_a_damaged_result_may_go(tmp_path: Path) -> None:

@@ -131,6 +131,15 @@ def test_refused_resume_leaves_the_run_as_it_was(
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert train("dual-encoder", "--resume", "--out", run) == 0
     assert variant_of(run) == VARIANT
+    # Without the record of its variants, a run neither continues nor is evaluated on the current variants.
+    content = RunFolder(run).facts.read_bytes()
+    for lost in (None, b"{}"):
+        RunFolder(run).facts.unlink() if lost is None else RunFolder(run).facts.write_bytes(lost)
+        for words in (("dual-encoder", "--resume", "--out", run), ("eval", "retrieval", run)):
+            assert train(*words) == 2
+            assert "run.json" in two_lines(capsys)[0]
+    RunFolder(run).facts.write_bytes(content)
+    assert train("eval", "retrieval", run) == 0
 
 
 def test_a_variant_whose_recipe_is_damaged_is_not_trained_on(

@@ -82,7 +82,11 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         if world.first(lambda: _find_and_lock(settings.out, resume, stack=stack) is not None):
             old_run = RunFolder(settings.out)  # if the run is in a bucket, each rank has its own local folder
             require_shared(old_run.path, world=world)
-        old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
+        old_facts: dict[str, Any] = {}
+        if old_run is not None:
+            # A run with a checkpoint has a run.json. Without the file, the variants of the run are unknown.
+            names = () if world.first(old_run.latest_checkpoint) is None else ("task", VARIANTS_FACT)
+            old_facts = world.first(partial(old_run.require_facts, *names) if names else old_run.read_facts)
         old_variants, old_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
         evaluated_folders = evaluated_data(settings)
         variants = world.each(
@@ -99,7 +103,14 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         stack.enter_context(reading_variants(variants))
         try:
             return _train(
-                spec, settings, old_run=old_run, stack=stack, world=world, device=device, provenance=provenance
+                spec,
+                settings,
+                old_run=old_run,
+                old_facts=old_facts,
+                stack=stack,
+                world=world,
+                device=device,
+                provenance=provenance,
             )
         except Stopped as stop:
             resume_hint = f"continue with --resume --out {shlex.quote(str(settings.out))}"
@@ -140,6 +151,7 @@ def _train(
     settings: ClipSettings,
     *,
     old_run: RunFolder | None,
+    old_facts: dict[str, Any],
     stack: ExitStack,
     world: World,
     device: torch.device,
@@ -147,7 +159,6 @@ def _train(
 ) -> dict[str, Any] | None:
     world = world.cut(settings.parallel.stages)
     precision = open_precision(settings.precision, device_type=device.type)
-    old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
     with Activity("choosing an attention backend"):
         attention, attention_facts = choose_attention(
             settings,

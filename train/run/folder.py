@@ -114,8 +114,14 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Types of the entries of run.json that decide which data are read. Only `task` is always present.
-_FACT_TYPES = {"task": str, "variants": list, "evaluated_variants": dict, "sources": dict, "evaluations": dict}
+# Types of the entries of run.json that decide which data are read. Items of the lists are objects.
+_FACT_TYPES: dict[str, type] = {
+    "task": str,
+    "variants": list,
+    "evaluated_variants": dict,
+    "sources": list,
+    "evaluations": dict,
+}
 # Suffix of the files with which nodes check that they share the folder (clipmill.train.run.shared_folder).
 PROBE = "shared"
 # Value of --resume: False starts a new run, True resumes an existing run, and "auto" resumes the run if it exists.
@@ -172,24 +178,28 @@ class RunFolder:
         return upload_periodically(self.upload_growing_files)
 
     def read_facts(self) -> dict[str, Any]:
-        """Return the content of run.json; {} if training has not started yet.
+        """Return the content of run.json; {} if the file does not exist yet.
 
         Raises:
-            UserError: The file is damaged, or is missing although the run has a checkpoint.
+            UserError: The file is damaged.
         """
-        return self.require_facts() if self.facts.exists() or self.latest_checkpoint() is not None else {}
+        return self.require_facts() if self.facts.exists() else {}
 
-    def require_facts(self) -> dict[str, Any]:
+    def require_facts(self, *names: str) -> dict[str, Any]:
         """Return the content of run.json.
 
+        Args:
+            names: Names of entries that must be present.
+
         Raises:
-            UserError: The file is missing or damaged.
+            UserError: The file or an entry in `names` is missing, or the file is damaged.
         """
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         facts = read_object(self.facts)
         for name, kind in _FACT_TYPES.items():
-            if not isinstance(facts.get(name, None if name == "task" else kind()), kind):
+            value: Any = facts.get(name, None if name in names else kind())
+            if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
                 raise UserError(f"{self.facts} has no valid entry {name!r}", hint="restore the run's files")
         return facts
 

@@ -99,18 +99,20 @@ def reading_variants_of_run(
             instead.
 
     Raises:
-        UserError: No data folder has a variant with a name in `names`.
+        UserError: No data folder has a variant with a name in `names`, or run.json is missing or damaged.
     """
     run = RunFolder(local_folder(weights))
     try:
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
         values = {}  # the code that opens the run next reports what is wrong with its settings
+    # Without run.json, the variants that the weights were trained on are unknown.
+    facts = run.require_facts("task", VARIANTS_FACT) if values and run.latest_checkpoint() is not None else {}
     shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
     folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
     pairs = [
         (folder, variants)
-        for folder, variants in zip(folders, run.read_facts().get(VARIANTS_FACT, []) if values else (), strict=False)
+        for folder, variants in zip(folders, facts.get(VARIANTS_FACT, []), strict=False)
         if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
     chosen_variants = choose_variants(
