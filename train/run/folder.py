@@ -198,8 +198,9 @@ class RunFolder:
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         facts = read_object(self.facts)
         for name, kind in _FACT_TYPES.items():
-            value: Any = facts.get(name, None if name in names else kind())
-            if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
+            value = facts.get(name, None if name in names else kind())
+            items = value if isinstance(value, list) else []
+            if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
                 raise UserError(f"{self.facts} has no valid entry {name!r}", hint="restore the run's files")
         return facts
 
