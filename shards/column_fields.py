@@ -42,12 +42,18 @@ def is_number(arrow_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
 
 
-def _fault(fields: ColumnFields) -> str:
-    problem = f"does not belong to a column: clipmill.columns has no entry point named {fields.name}"
-    return "" if is_declared("columns", fields.name) else problem
-
-
-COLUMN_FIELDS = Parts("field list", group="fields", kind=ColumnFields, builtin={}, pattern=COLUMN_NAME, fault=_fault)
+COLUMN_FIELDS = Parts(
+    "field list",
+    group="fields",
+    kind=ColumnFields,
+    builtin={},
+    pattern=COLUMN_NAME,
+    fault=lambda fields: (
+        ""
+        if is_declared("columns", fields.name)
+        else f"does not belong to a column: clipmill.columns has no entry point named {fields.name}"
+    ),
+)
 
 
 def field_differences(column: str, schema: pa.Schema) -> list[str]:

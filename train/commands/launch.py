@@ -85,8 +85,11 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume, provenance
         old_facts: dict[str, Any] = {}
         if old_run is not None:
             # A run with a checkpoint has a run.json. Without the file, the variants of the run are unknown.
-            names = () if world.first(old_run.latest_checkpoint) is None else ("task", VARIANTS_FACT)
-            old_facts = world.first(partial(old_run.require_facts, *names) if names else old_run.read_facts)
+            old_facts = world.first(
+                old_run.read_facts
+                if world.first(old_run.latest_checkpoint) is None
+                else partial(old_run.require_facts, "task", VARIANTS_FACT)
+            )
         old_variants, old_evaluated = old_facts.get(VARIANTS_FACT, []), old_facts.get(EVALUATED_FACT, {})
         evaluated_folders = evaluated_data(settings)
         variants = world.each(
@@ -171,9 +174,11 @@ def _train(
     progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     # Rank 0 looks for a checkpoint; the other ranks wait until they can see the checkpoint too.
     step = None if old_run is None else world.first(lambda: max(all_checkpoints(old_run.checkpoints), default=None))
-    if world.is_first and old_run is not None and step is None and (lines := read_lines(old_run.metrics)):
-        steps = count_noun(len(lines), "logged step")
-        progress.say(f"{old_run.path} has no checkpoint: training restarts at step 0, and replaces {steps}")
+    if world.is_first and old_run is not None and step is None and (num_lines := len(read_lines(old_run.metrics))):
+        progress.say(
+            f"{old_run.path} has no checkpoint: training restarts at step 0, and replaces "
+            f"{count_noun(num_lines, 'logged step')}"
+        )
     if old_run is not None and step is not None:
         wait_for_files(old_run.checkpoints / checkpoint_name(step), world=world)
     has_weights = step is not None
@@ -193,9 +198,8 @@ def _train(
     check_stages(task, samples, settings, world=world)
     if old_run is not None and step is not None:
         # If the run cannot be resumed with these data, run.json must keep the variants that it was trained on.
-        checkpoint = old_run.checkpoints / checkpoint_name(step)
-        loader_states = world.first(lambda: read_content(checkpoint)["loader"])
-        world.each(lambda: samples.load_state_dict(*loader_states))
+        old_content = world.first(partial(read_content, old_run.checkpoints / checkpoint_name(step)))
+        world.each(lambda: samples.load_state_dict(*old_content["loader"]))
     # A resumed run does not repeat the messages about its initial weights.
     start = (
         None

@@ -52,8 +52,7 @@ class EvaluatedData:
             yield
         except UserError as error:
             if not self.is_named:
-                alternative = "select the data to evaluate with --evaluate.shards"
-                hint = f"{error.hint}; or {alternative}" if error.hint else alternative
+                hint = "; or ".join(filter(None, [error.hint, "select the data to evaluate with --evaluate.shards"]))
                 raise UserError(f"evaluation of {self.shards}: {error}", hint=hint, flags=error.flags) from error
             prefix, names = "", {"--split": "--evaluate.split"}
             if self.shards is not None:

@@ -134,11 +134,6 @@ class ChunkTable:
         start_ms, num_frames, fps_num, fps_den = (column.astype(np.int64) for column in columns)
         return start_ms * 1000 - -num_frames * fps_den * US_PER_S // fps_num
 
-    @property
-    def gaps(self) -> NDArray[np.bool_]:
-        """Mask of the chunks that do not directly follow another chunk of the same video."""
-        return _gaps(self, self.end_us)
-
     def slice_videos(self, low: int, high: int) -> tuple[int, "ChunkTable"]:
         """Return the row of the first chunk of the videos [low, high), and a table with views of their chunks."""
         begin, end = np.searchsorted(self.video_row, np.array([low, high], self.video_row.dtype)).tolist()
@@ -147,13 +142,6 @@ class ChunkTable:
     def times(self, chunk: int) -> ChunkTimes:
         """Return the times of a chunk in its video."""
         return ChunkTimes(**{name: int(getattr(self, name)[chunk]) for name in _INDEX_COLUMNS})
-
-
-def _gaps(table: ChunkTable, end_us: NDArray[np.int64]) -> NDArray[np.bool_]:
-    gaps = np.ones(len(table), dtype=bool)
-    same_video = table.video_row[1:] == table.video_row[:-1]
-    gaps[1:] = ~same_video | (table.start_ms[1:] * 1000 > end_us[:-1] + START_ROUNDING_US)
-    return gaps
 
 
 class ChunkSearch:
@@ -170,7 +158,10 @@ class ChunkSearch:
         self._moments = Moments.build(table.video_row, table.start_ms)
         self._starts = self._moments.numbers(table.video_row, table.start_ms)
         self.end_us: NDArray[np.int64] = table.end_us
-        self.num_gaps: NDArray[np.int64] = np.cumsum(_gaps(table, self.end_us))
+        has_gap = np.ones(len(table), dtype=bool)  # the first chunk of a video counts as a chunk after a gap
+        same_video = table.video_row[1:] == table.video_row[:-1]
+        has_gap[1:] = ~same_video | (table.start_ms[1:] * 1000 > self.end_us[:-1] + START_ROUNDING_US)
+        self.num_gaps: NDArray[np.int64] = np.cumsum(has_gap)
 
     def last_started(self, video_row: NDArray[np.int64], at_ms: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the last chunk that starts at or before each time in a video.

@@ -56,10 +56,9 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     if device_type == "cuda":
         num_gpus = torch.cuda.device_count()
         if world.local_rank >= num_gpus:
-            fewer = f"launch with --nproc-per-node {num_gpus}, or " if num_gpus else ""
             raise UserError(
                 f"process {world.local_rank} of this machine has no GPU: the machine has only {num_gpus}",
-                hint=f"{fewer}train with --device cpu",
+                hint=(f"launch with --nproc-per-node {num_gpus}, or " if num_gpus else "") + "train with --device cpu",
             )
         torch.cuda.set_device(world.local_rank)
     # torchrun hosts the store. Under other launchers, rank 0 hosts it.

@@ -59,9 +59,9 @@ def _judge_gpu(machine: MachineFacts) -> Iterator[Finding]:
     accelerator = machine.accelerator
     if accelerator.gpus or accelerator.torch_error is not None or machine.asked_device == "cpu":
         return
-    finding, fallback = _warning, "training runs on the CPU"
-    if machine.asked_device == "cuda":
-        finding, fallback = _broken, "use --device cpu"
+    finding, fallback = (
+        (_broken, "use --device cpu") if machine.asked_device == "cuda" else (_warning, "training runs on the CPU")
+    )
     if accelerator.driver is None and accelerator.unusable_gpu is not None:
         yield finding(
             f"the GPU of this machine cannot be used: {accelerator.unusable_gpu}",

@@ -114,7 +114,7 @@ def suffix_of(differences: Mapping[str, Any]) -> str:
 COCO_SUFFIX = ".coco.json"
 _POLL_S = 0.2
 EVALUATIONS, FORMER = "evaluations", "former"
-# Types of the entries of run.json that decide which data are read. Items of the lists are objects.
+# Types of the entries of run.json that decide which data are read.
 _FACT_TYPES: dict[str, type] = {
     "task": str,
     "variants": list,
@@ -197,11 +197,12 @@ class RunFolder:
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="restore the run's files, or start a new run")
         facts = read_object(self.facts)
-        for name, kind in _FACT_TYPES.items():
-            value = facts.get(name, None if name in names else kind())
-            items = value if isinstance(value, list) else []
-            if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
-                raise UserError(f"{self.facts} has no valid entry {name!r}", hint="restore the run's files")
+        if bad := [
+            name
+            for name, kind in _FACT_TYPES.items()
+            if not isinstance(facts.get(name, None if name in names else kind()), kind)
+        ]:
+            raise UserError(f"{self.facts} has no valid entry {bad[0]!r}", hint="restore the run's files")
         return facts
 
     def require_task(self, task: str) -> None:

@@ -66,9 +66,11 @@ def _variants_of(
     paths = [folder_path(folder, cache=cache) if kind_of(folder).has_manifest else None for folder in folders]
     return [
         {
-            name: {"name": variant, "recipe": _verified_recipe(variant_dir(path, name, variant))}
+            name: {"name": variant, "recipe": Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}}
             for name in names
-            if path is not None and (variant := current_variant(path, name)) is not None
+            if path is not None
+            and (variant := current_variant(path, name)) is not None
+            and (directory := variant_dir(path, name, variant))
         }
         for path in paths
     ]
@@ -106,13 +108,15 @@ def reading_variants_of_run(
         values = read_values(run.settings) if is_run(run.path) else {}
     except UserError:
         values = {}  # the code that opens the run next reports what is wrong with its settings
-    # Without run.json, the variants that the weights were trained on are unknown.
-    facts = run.require_facts("task", VARIANTS_FACT) if values and run.latest_checkpoint() is not None else {}
     shards_of_run, cache = values.get("shards", TrainingSettings.shards), values.get("cache")
     folders = folders_of(shards_of_run if isinstance(shards_of_run, str) else tuple(map(str, shards_of_run)))
+    # Without run.json, the variants that the weights were trained on are unknown.
+    is_trained = bool(values) and run.latest_checkpoint() is not None
     pairs = [
         (folder, variants)
-        for folder, variants in zip(folders, facts.get(VARIANTS_FACT, []), strict=False)
+        for folder, variants in zip(
+            folders, run.require_facts("task", VARIANTS_FACT)[VARIANTS_FACT] if is_trained else (), strict=False
+        )
         if shards is None or normalise_address(folder) == normalise_address(shards)
     ]
     chosen_variants = choose_variants(
@@ -125,8 +129,3 @@ def reading_variants_of_run(
     )
     with reading_variants(chosen_variants):
         yield
-
-
-def _verified_recipe(directory: Path) -> dict[str, Any]:
-    """Return the recipe of a variant; {} if the variant has no recipe. Raise a UserError if the recipe is damaged."""
-    return Variant(directory).recipe if (directory / RECIPE_FILE).exists() else {}
