@@ -61,7 +61,7 @@ def test_failed_samples_of_all_ranks_are_counted() -> None:
         return find_features([load_batch([world.rank], num_failed=1 + world.rank)], world).num_failed
 
     assert on_two_ranks(work) == [3, 3]
-    with pytest.raises(FailedWork, match=r"none of 2 samples.*broken"):
+    with pytest.raises(FailedWork, match=r"none of the 2 samples.*broken"):
         find_features([load_batch([], num_failed=2)], World())
 
 
