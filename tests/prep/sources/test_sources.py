@@ -144,7 +144,7 @@ def test_wherever_a_file_is_cut_its_frames_are_all_there_or_it_is_named(
     at_random = [generator.randrange(1, len(content)) for _ in range(14)]
     with av.open(whole_files[name]) as container:
         format_name = container.format.name
-        starts = [packet.pos for packet in container.demux(video=0) if (packet.pos or 0) > 0]
+        starts = [pos for packet in container.demux(video=0) if (pos := packet.pos or 0) > 0]
     at_parts = [start + offset for start in (starts[-1], *starts[1::17]) for offset in (0, 4, 8, 12)]
     for cut in (len(content) - 1, len(content) * 9 // 10, *at_random, *at_parts):
         path = tmp_path / f"{cut}{whole_files[name].suffix}"
