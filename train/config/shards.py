@@ -365,10 +365,10 @@ def missing_weights_error(weights: str | Path, *, takes_tags: bool) -> UserError
     """Return the error for a path or address without weights.
 
     Args:
-        takes_tags: True if names such as open_clip's NAME:TAG are allowed.
+        takes_tags: True if open_clip's NAME:TAG is allowed.
     """
     kinds = ["a run (a training command's --out)", "an exported folder", "a weights file"]
-    kinds += ["NAME:TAG of open_clip", "hf:NAME on the Hugging Face Hub"] if takes_tags else []
+    kinds += [*(["NAME:TAG of open_clip"] if takes_tags else []), "hf:NAME on the Hugging Face Hub"]
     return UserError(
         f"there is no run in {weights}, and there are no other weights",
         hint=f"use {', '.join(kinds[:-1])}, or {kinds[-1]}",
