@@ -154,7 +154,9 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
         ended_well(ran, status={*statuses, 1, 2} if fault == "kill-started" else {*statuses, 1})
     else:
         # A failed fsync must be reported; other operations may be dispensable.
-        is_said = point.operation != "fsync" or "was not written" in ran.output
+        is_said = point.operation != "fsync" or any(
+            text in ran.output for text in ("was not written", "cannot be written")
+        )
         ended_well(ran, status={*statuses, 1, 2} if is_said else {1, 2})
         if ran.status not in statuses and str(folder) not in ran.output:
             raise Broken(f"no path in what it says: {ran.describe()}")
